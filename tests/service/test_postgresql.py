@@ -18,9 +18,10 @@ import postgresql_server
 from memfit.errors import InputError
 from memfit.service.client import Client
 from memfit.service.database import StoreError
+from memfit.service.own_folder import ADDRESS
 from memfit.service.postgresql import PostgresqlDatabase
 from memfit.service.service import Submission
-from memfit.service.serving import ADDRESS, local_address
+from memfit.service.serving import local_address
 from memfit.service.states import LIVE, OVER
 from memfit.service.store import ServiceStore
 from memfit.service.stored_studies import STUDY_LIVE, StudyStore

@@ -100,6 +100,19 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
         unpack(tmp_path / "sent.zip", tmp_path / "code", LIMITS)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("../out.py", "no path below"),
+        ("a" * 500, "500 characters, and 400 are taken"),
+        ("a/" * 30 + "b", "31 parts, and 20 are taken"),
+    ],
+)
+def test_what_is_wrong_with_a_path_is_told(tmp_path: Path, name: str, told: str) -> None:
+    with pytest.raises(Refusal, match=told):
+        unpack(archive(tmp_path, lambda z: z.writestr(name, "")), tmp_path / "code", LIMITS)
+
+
 def test_a_bomb_is_told_by_its_limit(tmp_path: Path) -> None:
     with pytest.raises(TooLargeError, match="unpacks to more than 1.00 MiB"):
         unpack(archive(tmp_path, bomb), tmp_path / "code", LIMITS)
@@ -129,6 +142,12 @@ def test_a_folder_arrives_as_it_was_and_without_what_is_hidden(tmp_path: Path) -
     (source / ".git" / "config").write_text("secret")
     (source / ".env").write_text("secret")
     (source / "link").symlink_to("/etc/passwd")
+    for place in (
+        "service",
+        "several/hosts/one",
+    ):  # of services that were started here: a token, and all code that was sent
+        (source / place / "code").mkdir(parents=True)
+        (source / place / "address.json").write_text("secret")
     first, second = io.BytesIO(), io.BytesIO()
     packed(source, first)
     packed(source, second)

@@ -11,9 +11,17 @@ from typing import IO, Final
 
 from memfit.service.refusals import NotKnownError
 
+ADDRESS: Final = (
+    "address.json"  # where a service listens, and a token: for clients of the same user on the same computer
+)
 _MOST_FILES: Final = 10_000
 _DEEPEST: Final = 12
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def is_services(folder: Path) -> bool:
+    """Whether a service, or hosts of one, keep in this folder what they have: its token, and all runs with their code."""
+    return (folder / ADDRESS).is_file() or any(folder.glob(f"hosts/*/{ADDRESS}"))
 
 
 def open_inside(folder: Path, name: str) -> IO[bytes]:

@@ -19,6 +19,7 @@ from memfit.service.app import application
 from memfit.service.dispatcher import Dispatcher
 from memfit.service.guarding import RequestNote
 from memfit.service.housekeeping import Housekeeping
+from memfit.service.own_folder import ADDRESS
 from memfit.service.service import Service
 from memfit.service.settings import ServiceSettings
 from memfit.service.store import ServiceStore
@@ -26,7 +27,6 @@ from memfit.service.studies import Studies
 from memfit.service.tokens import Tokens
 
 LOCAL: Final = ("127.0.0.1", "localhost", "[::1]")
-ADDRESS: Final = "address.json"  # where it listens, and a token: for clients of the same user on the same computer
 
 
 class Serving:

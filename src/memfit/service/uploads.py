@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Final
 
+from memfit.service.own_folder import is_services
 from memfit.service.refusals import Refusal, TooLargeError
 from memfit.units import format_bytes
 
 _CHUNK: Final = 1 << 20
+_LONGEST_PATH: Final = 400
+_DEEPEST_PATH: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,14 @@ def checked_name(entry: zipfile.ZipInfo) -> str:
         raise Refusal(f"the upload holds {name!r}, which is a link or another special file")
     parts = PurePosixPath(name).parts
     printable = name.isprintable() and "\\" not in name and ":" not in name
-    if not parts or name.startswith("/") or ".." in parts or not printable or len(name) > 400 or len(parts) > 20:
+    if not parts or name.startswith("/") or ".." in parts or not printable:
         raise Refusal(f"the upload holds {name[:80]!r}, which is no path below its folder")
+    if len(name) > _LONGEST_PATH:
+        raise Refusal(
+            f"the upload holds a path of {len(name)} characters, and {_LONGEST_PATH} are taken: {name[:80]}..."
+        )
+    if len(parts) > _DEEPEST_PATH:
+        raise Refusal(f"the upload holds a path of {len(parts)} parts, and {_DEEPEST_PATH} are taken: {name[:80]}...")
     return PurePosixPath(name).as_posix()
 
 
@@ -137,12 +146,13 @@ def packed(folder: Path, archive: IO[bytes]) -> None:
     """Pack a folder of code as `unpack` takes it; the same files give the same bytes.
 
     Args:
-        folder: whose regular files are packed, but hidden ones and Python's caches.
+        folder: whose regular files are packed, but hidden ones, Python's caches and folders of a service, which hold a token and all code that was sent.
         archive: written to.
     """
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
         for place, folders, names in os.walk(folder):
-            folders[:] = sorted(each for each in folders if not each.startswith(".") and each != "__pycache__")
+            known = (each for each in folders if not each.startswith(".") and each != "__pycache__")
+            folders[:] = sorted(each for each in known if not is_services(Path(place) / each))
             for name in sorted(names):
                 file = Path(place) / name
                 if name.startswith(".") or file.is_symlink() or not file.is_file():

@@ -386,7 +386,8 @@ def _note_on_forms(message: str, model: torch.nn.Module, batch: Batch, *, has_lo
     call = "**batch" if isinstance(batch, Mapping) else "*batch" if isinstance(batch, (tuple, list)) else "batch"
     return (
         f"without a loss_fn memfit calls model({call}) and takes the loss it returns; for a batch of inputs and targets give "
-        "loss_fn=nn.CrossEntropyLoss(), or loss_fn=lambda model, batch: ..., which returns the scalar loss"
+        "loss_fn=nn.CrossEntropyLoss(), or loss_fn=lambda model, batch: ..., which returns the scalar loss; with a run file return (model, loss_fn) from "
+        "model.python"
     )
 
 

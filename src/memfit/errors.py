@@ -28,6 +28,12 @@ class MemfitError(Exception):
     """Base of all: catches whatever memfit raises on purpose, and nothing else."""
 
 
+def in_words(error: BaseException) -> str:
+    """What an exception says, in one line: any but memfit's own with its type, and all with the notes that they were given."""
+    said = str(error) if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
+    return "; ".join((said, *getattr(error, "__notes__", ())))
+
+
 class InputError(MemfitError, ValueError):
     """An argument, a file or a batch handed in cannot be used as it is."""
 

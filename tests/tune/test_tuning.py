@@ -427,6 +427,10 @@ def test_one_bundle_of_traces_serves_what_differs_in_budget_and_rate(tmp_path: P
     assert answers[2]["minimum_bytes"] <= answers[0]["peak_bytes"] <= 300 << 10
     wrong = server.answer({"config": {**search.run_with({}), "model": {"python": "toy:absent"}}})
     assert (wrong["error"], wrong["message"].startswith("model.python")) == ("ConfigError", True)
+    (search.folder / "no_loss.py").write_text("import torch\n\n\ndef build():\n    return torch.nn.Linear(16, 4)\n")
+    wrong = server.answer({"config": {**search.run_with({}), "model": {"python": "no_loss:build"}}})
+    assert wrong["message"].startswith("TypeError: Linear.forward() got")
+    assert "return (model, loss_fn) from model.python" in wrong["message"]
 
 
 # --------------------------------------------------------------------------------------------------------------- the store

@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import InfeasibleError, InputError, MemfitError
+from memfit.errors import InfeasibleError, InputError, in_words
 
 if TYPE_CHECKING:
     from memfit.train.config import Config
@@ -55,7 +55,7 @@ def status_of(error: BaseException) -> Status:
 def failure(error: BaseException) -> Answer:
     """The answer when a verb ended in an exception."""
     status = status_of(error)
-    text = str(error) if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
+    text = in_words(error)
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
     data: dict[str, Any] = {"error": type(error).__name__, "message": text, "exit_status": int(status)}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from memfit.capture.trace_source import TraceSource
-from memfit.errors import InfeasibleError, MemfitError
+from memfit.errors import InfeasibleError, in_words
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
 from memfit.planning import Planning
@@ -59,10 +59,8 @@ class PlanServer:
             plan = self.plan(config)
         except InfeasibleError as error:
             return {"fits": False, "minimum_bytes": error.minimum_bytes, "message": str(error)}
-        except MemfitError as error:
-            return {"error": type(error).__name__, "message": str(error)}
         except Exception as error:  # noqa: BLE001 - the user's model; the study goes on without this trial
-            return {"error": type(error).__name__, "message": f"{type(error).__name__}: {error}"}
+            return {"error": type(error).__name__, "message": in_words(error)}
         if question.get("plan"):
             plan.save(question["plan"])
         prediction = plan.prediction

@@ -425,6 +425,9 @@ def test_one_bundle_of_traces_serves_what_differs_in_budget_and_rate(tmp_path: P
     assert answers[:3] == answers[3:]
     assert (server.captures, len(next(iter(server._known.values())).plannings)) == (1, 1)
     assert answers[2]["minimum_bytes"] <= answers[0]["peak_bytes"] <= 300 << 10
+    width, moments = 64, 2  # of AdamW
+    parameters = sum((inputs + 1) * outputs for inputs, outputs in ((8, width), (width, width), (width, 1)))
+    assert answers[0]["snapshot_bytes"] >= 4 * (1 + moments) * parameters
     wrong = server.answer({"config": {**search.run_with({}), "model": {"python": "toy:absent"}}})
     assert (wrong["error"], wrong["message"].startswith("model.python")) == ("ConfigError", True)
     (search.folder / "no_loss.py").write_text("import torch\n\n\ndef build():\n    return torch.nn.Linear(16, 4)\n")

@@ -24,6 +24,8 @@ LR = {"optim.lr": {"low": 1e-5, "high": 1e-2, "log": True}}
         ({"optim.lrr": [1, 2]}, "search.space.optim.lrr: the run has no such key; did you mean optim.lr?"),
         ({"fit.budgets": ["1MiB"]}, "search.space.fit.budgets: the run has no such key; did you mean fit.budget?"),
         ({"optim": [1]}, "search.space.optim is a section, not a key: search one of optim.name, "),
+        ({"lora.rnk": [8]}, "search.space.lora.rnk: the run has no such key; did you mean lora.rank?"),
+        ({"lora.rank.x": [8]}, "search.space.lora.rank.x: lora.rank is a value and has no keys"),
         ({"optim.lr.x": [1]}, "search.space.optim.lr.x: optim.lr is a value and has no keys"),
         ({"optim.lr": {"low": 1, "high": 0.1}}, "search.space.optim.lr: low is 1 and high is 0.1, so the range is empty"),
         ({"optim.lr": {"low": 0.0, "high": 0.1, "log": True}}, "a logarithmic scale begins above 0, and low is 0.0"),

@@ -428,6 +428,9 @@ def test_one_bundle_of_traces_serves_what_differs_in_budget_and_rate(tmp_path: P
     width, moments = 64, 2  # of AdamW
     parameters = sum((inputs + 1) * outputs for inputs, outputs in ((8, width), (width, width), (width, 1)))
     assert answers[0]["snapshot_bytes"] >= 4 * (1 + moments) * parameters
+    pytest.importorskip("peft")
+    adapted = [server.answer({"config": {**search.run_with({}), "lora": {"rank": rank}}}) for rank in (1, 16)]
+    assert adapted[0]["snapshot_bytes"] < adapted[1]["snapshot_bytes"]
     wrong = server.answer({"config": {**search.run_with({}), "model": {"python": "toy:absent"}}})
     assert (wrong["error"], wrong["message"].startswith("model.python")) == ("ConfigError", True)
     (search.folder / "no_loss.py").write_text("import torch\n\n\ndef build():\n    return torch.nn.Linear(16, 4)\n")

@@ -118,7 +118,7 @@ class PlanServer:
         data = config.to_json()
         fit = {name: data["fit"].get(name) for name in ("global_batch", "clip_norm", "device")}
         optim = {name: value for name, value in data.get("optim", {}).items() if name != "lr"}
-        parts = (data["model"], data["data"], fit, optim, data.get("deepspeed"), data.get("folder"))
+        parts = (data["model"], data.get("lora"), data["data"], fit, optim, data.get("deepspeed"), data.get("folder"))
         key = json.dumps(parts, sort_keys=True)
         if key not in self._known:
             assembly = assembled(config, SilentDisplay())

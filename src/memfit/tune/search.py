@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_type_hints
+from typing import Any, Final, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -336,8 +336,9 @@ def _check_key(path: str) -> None:
             found = difflib.get_close_matches(path, everything, 1, 0.6)
             guess = f"did you mean {found[0]}?" if found else f"there are: {', '.join(known)}"
             raise ConfigError(f"search.space.{path}: the run has no such key; {guess}")
-        kind = get_type_hints(kind)[name]
-    if is_dataclass(kind):
+        hint = get_type_hints(kind)[name]
+        kind = _section(hint)
+    if is_dataclass(hint):
         inner = ", ".join(f"{path}.{each.name}" for each in fields(kind))
         raise ConfigError(f"search.space.{path} is a section, not a key: search one of {inner}")
 
@@ -346,10 +347,15 @@ def _holds_anything(kind: Any) -> bool:
     return "Mapping" in str(kind)
 
 
+def _section(hint: Any) -> Any:
+    """The section that a key holds, also where it may be left out (`lora`); the hint itself where it holds none."""
+    return next((each for each in get_args(hint) if is_dataclass(each)), hint)
+
+
 def _paths(kind: Any, before: str = "") -> Iterable[str]:
     for name, hint in get_type_hints(kind).items():
-        if is_dataclass(hint):
-            yield from _paths(hint, f"{before}{name}.")
+        if is_dataclass(section := _section(hint)):
+            yield from _paths(section, f"{before}{name}.")
         else:
             yield f"{before}{name}"
 

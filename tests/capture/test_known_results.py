@@ -113,15 +113,30 @@ def test_the_default_dtype_decides_too() -> None:
                 torch.set_default_dtype(torch.float32)
 
 
-def test_what_values_decide_is_asked_each_time() -> None:
-    real = torch.ones(4)
+def test_what_more_than_shapes_decides_is_asked_each_time() -> None:
+    """Numbers by themselves and tensors of no dimension promote types in two ways; a real tensor that is written stays what it is."""
+    real, number = torch.ones(4), torch.tensor(2.0)
     with FakeTensorMode(allow_non_fake_inputs=True), Compared() as mode:
-        x = torch.empty(4)
+        x = torch.empty(4, dtype=torch.long)
         for _ in range(2):
-            torch.ops.aten.add(x, real)
+            torch.ops.aten.add(x, number)
+            torch.ops.aten.mul_(real, x)
             torch.view_as_real(torch.empty(3, dtype=torch.complex64))
-    assert "aten.add.Tensor" not in mode.answered
-    assert "aten.view_as_real.default" not in mode.answered
+    assert not mode.answered
+    assert torch.equal(real, torch.ones(4))
+
+
+def test_real_tensors_count_by_their_shapes_beside_fake_ones() -> None:
+    rows, column, flags = torch.ones(4, 3), torch.ones(4, 1), torch.ones(4, 3, dtype=torch.bool)
+    with FakeTensorMode(allow_non_fake_inputs=True), Compared() as mode:
+        x = torch.empty(4, 3)
+        for other in (rows, column, column.double(), flags, rows.t().contiguous().t()):
+            for _ in range(2):
+                torch.ops.aten.mul(x, other)
+                torch.ops.aten.mul(other, x)
+        torch.ops.aten._foreach_add_([x, torch.empty(2)], [rows, torch.ones(2)])
+        torch.ops.aten._foreach_add_([x, torch.empty(2)], [rows, torch.ones(2)])
+    assert mode.answered == ["aten.mul.Tensor"] * 10 + ["aten._foreach_add_.List"]
 
 
 @pytest.mark.parametrize("name", at_night(sorted(NAMES), NAMES - QUICK))

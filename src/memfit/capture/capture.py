@@ -21,6 +21,7 @@ from memfit.capture.captured import Captured
 from memfit.capture.cuda.kernels import CudaKernels
 from memfit.capture.index_bounds import indices_checked
 from memfit.capture.isolation import batch_kept, lent, with_copied_storage
+from memfit.capture.known_results import KnownResults
 from memfit.capture.process_group import OnFakeTensors, fake_mesh
 from memfit.capture.recording import record
 from memfit.capture.source import StepSource, model_digest
@@ -127,6 +128,7 @@ def on_fakes(
         batch_kept(source.sample),
         lent(source.model, fake, source.loss_fn),
         mode,
+        KnownResults(),
         cuda_kernels,
     ):
         yield source, micro_batches, cuda

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,11 +20,35 @@ from memfit import dispatch
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
+DEVICE: Final = torch.ops.prim.device.default  # which autograd asks of every gradient
+
 _aten: Final = torch.ops.aten
 # Views whose offset is no constant distance from that of their argument.
 _OTHER_OFFSETS: Final = frozenset({_aten.as_strided.default, _aten.view.dtype})
 _BY_VALUES: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _PLAIN: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})  # fmt: skip
+
+
+class KnownResults(dispatch.DispatchMode):
+    """Is on above a fake mode for all that no recorder runs, such as the backward of a first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What the operation gives."""
+        kwargs = kwargs or {}
+        if any(isinstance(t, FakeTensor) for t in dispatch.tensors_in((args, kwargs))):
+            return run_fake(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class Real(Enum):
+    """Which real tensors among an operation's arguments are plain."""
+
+    NONE = auto()
+    WITH_DIMENSIONS = auto()
+    ALL = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +79,11 @@ def run_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     What is new is left to the modes that are on, and remembered where a like tensor can be made of its shape alone.
     """
+    if func is DEVICE:
+        return args[0].fake_device
     key: list[Any] = [func, torch.get_default_dtype()]
-    if not _flattened(args, key) or (kwargs and not _flattened(tuple(kwargs.items()), key)):
+    reals = _takes_real(func)
+    if not _flattened(args, key, reals) or (kwargs and not _flattened(tuple(kwargs.items()), key, reals)):
         return func(*args, **kwargs)
     exact = tuple(key)
     if exact in _KNOWN:
@@ -65,7 +94,19 @@ def run_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return result
 
 
-def _flattened(values: Sequence[Any], key: list[Any]) -> bool:
+@cache
+def _takes_real(func: OpOverload) -> Real:
+    """Of which of its arguments that are real, as those are that come of the batch alone, the shape decides like that of fake ones.
+
+    The fake mode runs the operation on a fake copy. Where a result lies in it, or it is written and returned, the copy would be seen; and a number by itself
+    counts for less than a tensor when types are promoted.
+    """
+    if not func._schema.returns:
+        return Real.ALL
+    return Real.NONE if func._schema.is_mutable or func.is_view else Real.WITH_DIMENSIONS
+
+
+def _flattened(values: Sequence[Any], key: list[Any], reals: Real) -> bool:
     """Add what decides about the result to a key; False where something is not plain."""
     key.append(len(values))
     for value in values:
@@ -79,10 +120,16 @@ def _flattened(values: Sequence[Any], key: list[Any]) -> bool:
             ):
                 return False
             key += (value.shape, value.stride(), value.dtype, value.fake_device)
+        elif kind is torch.Tensor:
+            if reals is Real.NONE or (reals is Real.WITH_DIMENSIONS and not value.dim()):
+                return False
+            if value.dtype.is_complex or value.is_neg() or not dispatch.has_storage(value):
+                return False
+            key += (torch.Tensor, value.shape, value.stride(), value.dtype, value.device)
         elif kind in _PLAIN:  # 1, 1.0 and True are equal, and not alike
             key += (kind, value)
         elif isinstance(value, (list, tuple)):
-            if not _flattened(value, key):
+            if not _flattened(value, key, reals):
                 return False
         else:
             return False

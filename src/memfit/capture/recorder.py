@@ -29,6 +29,7 @@ from memfit.capture.cuda.attention import is_seed
 from memfit.capture.cuda.recurrent import NAME as RECURRENT
 from memfit.capture.cuda.rms_norm import NAME as RMS_NORM
 from memfit.capture.in_place import UnwatchedBackward
+from memfit.capture.known_results import DEVICE
 from memfit.capture.layouts import laid_out
 from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.numbers_kept import NumbersKept
@@ -46,12 +47,8 @@ from memfit.values.trace import BEFORE_STEP, Category, Operation, Phase, Save, S
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-
 # CUDA's kernels that have a stand-in of memfit's own, as torch has no meta kernel for them.
 _REPEATABLE: Final = REPEATABLE | {RECURRENT, RMS_NORM}
-
-
-_DEVICE: Final = torch.ops.prim.device.default
 
 
 @dataclass(slots=True)
@@ -227,7 +224,7 @@ class Recorder(dispatch.DispatchMode):
             return self._ran(func, args, kwargs)
 
     def _ran(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:
+        if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # as the fake mode would say: autograd asks it of every gradient
         kwargs = kwargs or {}
         if self._making_fresh_tensor:

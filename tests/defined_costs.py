@@ -24,6 +24,7 @@ from memfit.capture.host_time import HostTime
 from memfit.capture.reference_work import ReferenceWork
 from memfit.capture.roofline import estimated_seconds
 from memfit.hardware.machine import Link, Machine
+from memfit.pipelining import links as links_of_ranks
 from memfit.storage import links
 
 # About one core of a server.
@@ -65,6 +66,7 @@ def defined_costs() -> Iterator[None]:
         patch.setattr(trace_source, "noting_seconds", lambda *_: 0.0)
         patch.setattr(trace_source, "COUNTED", 0.0)
         patch.setattr(costs, "engine_time", lambda: ENGINES)
+        patch.setattr(links_of_ranks, "engine_time", lambda: ENGINES)
         patch.setattr(gloo_time, "gloo_time", lambda _: GLOO)
         patch.setattr(links, "measured_once", lambda *_: DISK)  # folders are still looked at
         patch.setattr(timing.KernelTimer, "measure", defined)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import memfit
 import small
+from defined_costs import defined_costs
 from memfit.errors import BatchError, InfeasibleError, InputError, NonFiniteLossError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +80,8 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def planned() -> memfit.Plan:
-    return memfit.plan(Tagger(), texts(), None, "1GiB", sgd, fixed={"micro_batches": 4})
+    with defined_costs():  # which are those of single tests otherwise
+        return memfit.plan(Tagger(), texts(), None, "1GiB", sgd, fixed={"micro_batches": 4})
 
 
 def test_micro_batches_of_unequal_lengths_count_by_their_tokens(planned: memfit.Plan) -> None:

@@ -35,6 +35,18 @@ def decoder() -> steps.Built:
     return staged("decoder")
 
 
+def short_decoder(name: str = "decoder") -> steps.Built:
+    """Of two blocks, which are cut into five parts: four stages have enough of them, and eight are too many."""
+    model, sample, loss_fn = staged(name)
+    blocks: Any = model.blocks
+    del blocks[2:]
+    return model, sample, loss_fn
+
+
+def short_tied() -> steps.Built:
+    return short_decoder("tied")
+
+
 def weighed() -> steps.Built:
     """With a tensor in the batch that every rank has alike: what each word counts for."""
     model, sample, _ = decoder()

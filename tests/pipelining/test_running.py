@@ -39,7 +39,7 @@ def planned(
         return memfit.plan(model, own, loss_fn, budget, running.OPTIMIZERS[optimizer], devices=ranks, **more)
 
     roomy = plan(1 << 40)
-    return roomy if share == 1.0 else plan(int(share * roomy.prediction.peak_bytes))
+    return roomy if share == 1.0 else memfit.replan(roomy, int(share * roomy.prediction.peak_bytes))
 
 
 def compared(
@@ -81,11 +81,11 @@ def compared(
 
 def test_two_ranks_train_as_one_device_does_and_hold_what_is_predicted() -> None:
     plans = [
-        planned(running.tied, 2, "1f1b/2", "sgd", 0.9, clip_norm=0.1, fixed={"micro_batches": 4}),
-        planned(running.tied, 2, "gpipe/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 2}),
+        planned(running.short_tied, 2, "1f1b/2", "sgd", 0.9, clip_norm=0.1, fixed={"micro_batches": 4}),
+        planned(running.short_tied, 2, "gpipe/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 2}),
     ]
     assert any(script.recomputations for script in plans[0].pipeline.scripts), "something is to be run again"
-    compared(2, running.tied, "sgd", plans)
+    compared(2, running.short_tied, "sgd", plans)
 
 
 def cut_at(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +134,14 @@ def test_a_tensor_that_every_rank_has_alike_is_there_once() -> None:
 
 def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predicted() -> None:
     """Torch's interleaved schedule holds all that it sends, as its GPipe does. The gradients of four stages, two of them run again."""
-    plan = planned(running.decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 4})
+    plan = planned(running.short_decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 4})
     tight = memfit.replan(plan, int(0.7 * plan.prediction.peak_bytes))
-    whole = planned(running.decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 1})
+    whole = planned(running.short_decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 1})
     assert plan.pipeline is not None
     assert (plan.pipeline.stages, plan.pipeline.ranks) == (4, 2)
     assert tight.pipeline is not None
     assert any(script.recomputations for script in tight.pipeline.scripts)
-    ran = compared(2, running.decoder, "sgd", [plan, tight, whole])
+    ran = compared(2, running.short_decoder, "sgd", [plan, tight, whole])
     for number, made in enumerate((plan, tight)):
         assert [of_rank[number].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in made.prediction.ranks]
 

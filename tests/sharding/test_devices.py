@@ -25,13 +25,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = known_machine("a100")
 
 
-def planned(devices: Any, budget: Any = "100%", **named: Any) -> memfit.Plan:
-    model, sample, loss_fn = steps.chain()
-    return memfit.plan(model, sample, loss_fn, budget, small.adamw, devices=devices, **named)
+def planned(devices: Any, budget: Any = "100%", blocks: int = 3, **named: Any) -> memfit.Plan:
+    model, sample = small.chain(blocks), small.rows(64)
+    return memfit.plan(model, sample, small.squared_error, budget, small.adamw, devices=devices, **named)
 
 
 def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told() -> None:
-    roomy, tight = planned("4x1GiB@50GB/s"), planned("4x110000B")
+    roomy, data = (planned("4x1GiB@50GB/s", blocks=1, fixed=fixed) for fixed in (None, {"sharding": "data"}))
+    lacking = memfit.smallest_budget(data) - 1
+    tight = planned(f"4x{lacking}B", blocks=1)
     assert way_of(roomy.choices.sharding)[:2] == ("data", 4)
     assert way_of(tight.choices.sharding)[0] != "data"
     assert len(roomy.prediction.ranks) == 4
@@ -39,7 +41,7 @@ def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told(
         max(rank.peak_bytes for rank in tight.prediction.ranks)
         == tight.prediction.peak_bytes
         <= tight.budget_bytes
-        == 110000
+        == lacking
     )
     told = tight.explain()
     assert "Rejected: data parallel on 4 ranks: does not fit, the smallest plan needs" in told
@@ -209,7 +211,7 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
         planned(2, fixed={"sharding": "zero4"})
     with pytest.raises(memfit.InputError, match="of 2 ranks the last one is 1"):
         way_of("zero3/2@2")
-    plan = planned(2)
+    plan = planned(2, fixed={"sharding": "data", "micro_batches": 1})
     with pytest.raises(
         memfit.InputError, match="this process belongs to no group: start it with torchrun --nproc-per-node 2"
     ):
@@ -217,8 +219,8 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
 
 
 def test_named_devices_are_planned_for_as_they_are_and_told() -> None:
-    plan = planned("4xh100")
+    plan = planned("2xh100")
     assert (plan.device, plan.device_kind, plan.prediction.seconds_are) == ("h100", "cuda", "estimated")
     told = plan.explain()
-    assert "at the peak of the fullest of 4 devices, " in told
-    assert "each of the 4 devices is taken to be such as h100, with 80.0 GiB" in told
+    assert "at the peak of the fullest of 2 devices, " in told
+    assert "each of the 2 devices is taken to be such as h100, with 80.0 GiB" in told

@@ -396,8 +396,9 @@ def test_a_second_engine_of_the_same_planning_learns_for_itself() -> None:
     plan = memfit.replan(most, round(0.6 * most.prediction.plain_peak_bytes))
     for _ in range(2):
         engine = memfit.apply(plan, Unrolled(), loss_of, small.adamw)
-        with pytest.warns(UserWarning, match="was ended there"):
+        with pytest.warns(UserWarning, match="was ended there") as warned:
             records = [engine.step(sample(), meter=True) for _ in range(FIRST + 2)]
+        assert {each.filename for each in warned} == {__file__}
         assert (begun_anew(records), diverged(records)) == ([FIRST], [])
         assert not above(records, plan.budget_bytes)
 

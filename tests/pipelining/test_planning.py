@@ -243,7 +243,7 @@ def test_a_forward_is_compared_with_a_real_one_once_for_all_numbers_of_micro_bat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[int] = []
-    compared = confirmation.real_forward_names
+    compared = real_forward.real_forward_names
 
     def noted(*args: Any, **named: Any) -> list[str]:
         ran.append(1)

@@ -226,7 +226,7 @@ class Engine:
                 signature,
                 self.learner,
                 lambda plan, watch: self._recorded(
-                    partial(self._step, plan, batch, watch), batch, signature, meter=meter
+                    partial(self._step, plan, batch, watch), batch, signature, meter=meter, stacklevel=5
                 ),
             )
         self._steps.learn_after(batch, signature, self.learner, self._transactions.before)
@@ -308,8 +308,10 @@ class Engine:
                 'fixed={"micro_batches": n} in place of loader_batches=n; nothing was changed'
             )
 
-    def _recorded(self, run: Callable[[], None], batch: Batch, signature: str, *, meter: bool) -> StepRecord:
-        """Run a step, step the schedule, and warn of divergences."""
+    def _recorded(
+        self, run: Callable[[], None], batch: Batch, signature: str, *, meter: bool, stacklevel: int = 3
+    ) -> StepRecord:
+        """Run a step, step the schedule, and warn of divergences: of the user's line, which is so many calls away from here."""
         history, device = self._history, self.device
         record = history.metered(run, lambda: self.present(batch), device) if meter else history.timed(run)
         if self.schedule is not None and not record.skipped:
@@ -322,7 +324,7 @@ class Engine:
         elif self.learner is not None and self._plans.wants_to_learn(signature):
             again = "; the path that it took is captured and planned for"
         for divergence in record.divergences:
-            self.tell_divergence(divergence, again, stacklevel=4)
+            self.tell_divergence(divergence, again, stacklevel=stacklevel + 1)
         return record
 
     def tell_divergence(self, divergence: str, more: str = "", *, stacklevel: int) -> None:

@@ -102,7 +102,7 @@ class Steps:
                 looks += 1
                 others = self._others(signature, left)
             plan = others[0] if others else plan
-            self._history.tell_divergence(begun_anew[-1], begun_anew=True, stacklevel=5)
+            self._history.tell_divergence(begun_anew[-1], begun_anew=True, stacklevel=4)
         self._plans.was_right(signature, plan)
         self._planned_anew += looks > 0
         if begun_anew:
@@ -121,7 +121,7 @@ class Steps:
             f"{self._planned_anew} of {steps} steps took a path, or sizes, that no plan knew, and were planned anew to stay in the budget: that took "
             f"{format_seconds(self._planning_seconds)} of {format_seconds(total)} of training. A larger budget needs fewer plans "
             "(docs/limits.md, paths that never end)",
-            stacklevel=5,
+            stacklevel=4,
         )
 
     def _others(self, signature: str, tried: Sequence[Plan]) -> list[Plan]:

@@ -186,7 +186,8 @@ class _Search:
                 source = self._source(combined)
                 return self._smallest(combined, source, request)
             except Exception as error:  # noqa: BLE001 - a change that a user's model cannot have is none, whatever it raises
-                tell(self.source.progress, f"cannot be had: {error}", 0.9)
+                names = ", ".join(change.name for change in combined)
+                tell(self.source.progress, f"{names} cannot be had: {error}", 0.9)
                 return None
 
     def _smallest(self, combined: Sequence[Change], source: TraceSource, request: Request) -> _Tried | None:

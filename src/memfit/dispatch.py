@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 import torch
 from torch._ops import OpOverload
 from torch.nn.modules import module as _hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 try:  # what tells torch.compile to leave a function alone
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -116,9 +116,12 @@ def is_sparse(tensor: torch.Tensor) -> bool:
 
 
 def laid_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors with a storage each, in which all of a tensor's bytes lie: itself, or the indices and the values of a sparse one; none of an opaque one."""
+    """Tensors with a storage each, in which all of a tensor's bytes lie: itself, or what a sparse or a nested one is made of; none of an opaque one."""
     if has_storage(tensor):
         return (tensor,)
+    if tensor.is_nested and is_traceable_wrapper_subclass(tensor):
+        inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return tuple(part for part in inside if has_storage(part))
     names = _SPARSE_PARTS.get(tensor.layout, ())
     with torch.no_grad(), _disable_current_modes():  # a fake mode would show other storages
         parts = tuple(getattr(tensor, name)() for name in names)

@@ -73,3 +73,37 @@ def test_the_tensors_that_a_sparse_one_lies_in() -> None:
         keys = {dispatch.storage_key(part) for part in dispatch.laid_in(sparse)}
         assert keys == set(dispatch.storages_of([sparse]))
         assert len(keys) == len(dispatch.laid_in(sparse)) == (2 if sparse.layout is torch.sparse_coo else 3)
+
+
+class Ragged(nn.Module):
+    """Rows of unlike lengths in one nested tensor, between layers that take plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = small.chain(2), nn.Linear(small.WIDTH, 4 * small.WIDTH), small.chain(2)
+        self.outer = nn.Linear(4 * small.WIDTH, small.WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """(rows, tokens, features) to (rows, features)."""
+        made = self.before(x)
+        rows = [row[:length] for row, length in zip(made, lengths.tolist(), strict=True)]
+        nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        y: Tensor = self.after(self.outer(torch.relu(self.inner(nested))).to_padded_tensor(0.0).sum(1))
+        return y
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_what_a_nested_tensor_lies_in_is_counted_to_the_byte(fraction: float) -> None:
+    torch.manual_seed(0)
+    model, sample = Ragged(), (torch.randn(8, 12, small.WIDTH), torch.randint(1, 13, (8,)))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        found: Tensor = model(*batch).square().mean()
+        return found
+
+    plan = small.plan_at(fraction, model, sample, loss)
+    engine = memfit.apply(plan, model, loss)
+    engine.step(sample)
+    record = engine.step(sample, meter=True)
+    assert record.divergences == ()
+    assert record.peak_bytes == plan.prediction.peak_bytes

@@ -393,6 +393,8 @@ class Follower(dispatch.DispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd is to hold in place of a tensor that it saves."""
+        if not dispatch.has_storage(tensor):  # sparse or nested: no plan counts it among what is saved
+            return kept_by_autograd(tensor)
         save = self.save
         self.save = save + 1
         if self.divergence is None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from memfit import batches, dispatch
 from memfit.batches import Batch
+from memfit.capture.isolation import batch_kept
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, Remedy, SnapshotError
 from memfit.planning import changed, planning_of
@@ -250,7 +251,7 @@ def _address(value: Any) -> int | None:
 
 
 def _step_taken(engine: Engine, sample: Batch, loader_batches: int, *, held: bool, meter: bool = False) -> StepRecord:
-    """A step whose update was taken: the first ones in fp16 are skipped until the scale is low enough, and hold less."""
+    """A step whose update was taken: the first ones in fp16 are skipped until the scale is low enough, and hold less. The sample is as before."""
 
     def step() -> StepRecord:
         if loader_batches == 1:
@@ -258,9 +259,11 @@ def _step_taken(engine: Engine, sample: Batch, loader_batches: int, *, held: boo
         copies = (batches.map_tensors(torch.clone, sample) for _ in range(loader_batches))
         return engine.accumulate([sample] * loader_batches if held else copies, meter=meter)
 
-    while (record := step()).skipped:
-        pass
-    return record
+    while True:
+        with batch_kept(sample):
+            record = step()
+        if not record.skipped:
+            return record
 
 
 def _curve(level: int, changes: Sequence[int]) -> tuple[int, ...]:

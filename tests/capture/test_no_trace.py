@@ -283,6 +283,23 @@ def test_a_sample_that_forward_writes_into_is_as_before(fixed: dict[str, int], r
     assert [each._version for each in sample] == [version for _, version in before]
 
 
+def test_a_sample_that_a_loss_differentiates_by_and_a_rehearsal_writes_into_is_as_before() -> None:
+    sample = small.rows(16)
+    before = [each.clone() for each in sample]
+
+    def penalty(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].requires_grad_()
+        made = model(x)
+        (slope,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    memfit.fit(small.chain(2), sample, penalty, 1 << 50, small.adamw)
+    assert not sample[0].requires_grad
+    assert sample[0].grad is None
+    memfit.fit(Normalises(), sample, small.squared_error, 1 << 50, small.adamw)
+    assert all(torch.equal(now, then) for now, then in zip(sample, before, strict=True))
+
+
 def test_a_dataset_that_the_sample_is_a_part_of_is_as_before() -> None:
     data, targets = torch.randn(64, small.WIDTH), torch.randn(64, small.WIDTH)
     before = data.clone()

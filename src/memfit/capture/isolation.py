@@ -166,25 +166,36 @@ def parameters_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
 
 @contextmanager
 def batch_kept(batch: Batch) -> Iterator[None]:
-    """What forwards write into the tensors of a batch (Whisper's masks into its features) is undone at exit, versions included.
+    """What forwards do to the tensors of a batch is undone at exit: what is written (Whisper's masks), versions, what asks for gradients, and these.
 
-    Each is copied first, whatever comes: a capture computes what is real beneath all modes, where nothing sees a first write.
+    Each is copied first, whatever comes: a capture computes what is real beneath all modes, where nothing sees a first write. Copies are in the host's memory,
+    as the bytes of a GPU may be measured meanwhile.
     """
     before = [
-        (leaf, _version(leaf), leaf.detach().clone())
+        (
+            leaf,
+            _version(leaf),
+            leaf.detach().to("cpu", copy=True),
+            leaf.requires_grad,
+            leaf.grad if leaf.is_leaf else None,
+        )
         for leaf in leaves(batch)
         if leaf.device.type != "meta" and has_storage(leaf)
     ]
     try:
         yield
     finally:
-        for leaf, version, contents in before:
+        for leaf, version, contents, wanted, gradient in before:
             if version is None:  # of an inference tensor nobody counts writes
                 with torch.inference_mode():
                     leaf.copy_(contents)
-            elif leaf._version != version:
+                continue
+            if leaf._version != version:
                 leaf.detach().copy_(contents)
                 torch._C._autograd._unsafe_set_version_counter((leaf,), (version,))
+            if leaf.is_leaf:
+                leaf.requires_grad_(wanted)
+                leaf.grad = gradient
 
 
 def _version(tensor: torch.Tensor) -> int | None:

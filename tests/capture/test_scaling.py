@@ -210,9 +210,15 @@ def test_the_emptiest_and_the_fullest_samples_are_among_the_few() -> None:
 
 
 def test_equal_samples_are_taken_in_order() -> None:
-    few = rows_of((torch.arange(12.0).view(6, 2), torch.arange(6)), 3)
-    assert few[1].tolist() == [0, 1, 2]
+    few = rows_of((torch.arange(12.0).view(6, 2), torch.full((6,), 7)), 3)
+    assert few[0][:, 0].tolist() == [0.0, 2.0, 4.0]
     assert torch.equal(rows_of(torch.arange(3), 10), torch.arange(3))
+
+
+def test_samples_of_the_least_and_the_largest_class_are_among_the_few() -> None:
+    """A loss may leave one out, or count a class that is less than all others (-100)."""
+    few = rows_of((torch.arange(12.0).view(6, 2), torch.tensor([3, 3, 5, 3, -100, 3])), 2)
+    assert few[1].tolist() == [5, -100]
 
 
 class TableForTheBatch(nn.Module):

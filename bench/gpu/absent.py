@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.rows import measured_step
+from gpu.rows import measured_step, whole_step
 from gpu.setting import Setting, adamw, bert, llama
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
@@ -152,13 +152,7 @@ def _measured(setting: Setting, each: PlainStep) -> dict[str, Any]:
     model, sample, loss_fn = each.build(setting)
     optimizer = adamw(model.parameters())
     program = StepProgram(model, loss_fn, optimizer, choices=BASELINE.but(precision=each.precision))
-
-    def step() -> None:
-        program.forward_backward(sample)
-        program.update()
-        program.clear()
-
-    return measured_step(setting, step, model, sample, optimizer)
+    return measured_step(setting, whole_step(program, sample), model, sample, optimizer)
 
 
 def predicted(setting: Setting, each: PlainStep, device: str | None) -> dict[str, Any]:

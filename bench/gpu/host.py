@@ -6,11 +6,13 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from gpu.absent import PLAIN_STEPS, PlainStep
+from gpu.rows import whole_step
 from gpu.setting import Setting, adamw
 
 from memfit import batches
@@ -85,12 +87,7 @@ def _row(setting: Setting, each: PlainStep, launches: Launches) -> dict[str, Any
     hooks = [m.register_forward_pre_hook(lambda *_: modules.__setitem__(0, modules[0] + 1)) for m in model.modules()]
     optimizer = adamw(model.parameters())
     program = StepProgram(model, loss_fn, optimizer, choices=BASELINE.but(precision=each.precision))
-
-    def step() -> None:
-        program.forward_backward(sample)
-        program.update()
-        program.clear()
-
+    step = whole_step(program, sample)
     step()
     called = modules[0]
     for hook in hooks:
@@ -107,16 +104,8 @@ def _row(setting: Setting, each: PlainStep, launches: Launches) -> dict[str, Any
         parts[f"{name}_waited"].append(time.perf_counter() - begin)
         return found
 
-    precise = torch.autocast("cuda", torch.bfloat16) if each.precision == "bf16" else None
     for _ in range(REPEATS):
-
-        def forward() -> Any:
-            if precise is None:
-                return batches.loss_of(model, sample, loss_fn)
-            with precise:
-                return batches.loss_of(model, sample, loss_fn)
-
-        loss = timed("forward", forward)
+        loss = timed("forward", partial(program.loss, sample))
         timed("backward", loss.backward)
         timed("update", program.update)
         program.clear()

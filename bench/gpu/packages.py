@@ -66,6 +66,8 @@ def _rows(setting: Setting, title: str) -> Iterator[dict[str, Any]]:
 
 
 def _tried(setting: Setting, program: Any) -> dict[str, Any]:
+    from programs.run import apart
+
     from memfit.planning import planning_of
 
     made = program.build()
@@ -79,7 +81,7 @@ def _tried(setting: Setting, program: Any) -> dict[str, Any]:
     steps = {"plain": 2, **(CHANGING_STEPS if program.changing else dict.fromkeys(CHANGING_STEPS, STEPS))}
     count = max(steps.values())
     first, again = (_plainly(setting, program, count) for _ in range(2))
-    repeats = first[0] == again[0] and not _apart(first[1][-1], again[1][-1])
+    repeats = first[0] == again[0] and not apart(first[1][-1], again[1][-1])
     row: dict[str, Any] = {"plain_repeats": repeats, "paths": 1 + len(planning.solver(1).trace.paths)}
     del again
     row["budgets"] = {
@@ -119,17 +121,10 @@ def _state(model: Any) -> State:
     }
 
 
-def _apart(one: State, other: State) -> list[str]:
-    """Names of the tensors that have other bits, or that only one has."""
-    from programs.run import _equal
-
-    return sorted({n for n in one.keys() & other.keys() if not _equal(one[n], other[n])} | one.keys() ^ other.keys())
-
-
 def _under(
     setting: Setting, plan: memfit.Plan, made: Any, steps: int, reference: tuple[list[float], list[State]]
 ) -> dict[str, Any]:
-    from programs.run import _equal, seeded
+    from programs.run import apart, equal, of_peaks, seeded
 
     model, batch, loss_fn = made
     engine = memfit.apply(plan, model, loss_fn, default_optimizer)
@@ -138,19 +133,14 @@ def _under(
     for step in range(steps):
         seeded(1000 + step)
         record = engine.step(batch, meter=True)
-        different += not _equal(torch.tensor(record.loss), torch.tensor(reference[0][step]))
+        different += not equal(torch.tensor(record.loss), torch.tensor(reference[0][step]))
     peaks = [record.peak_bytes or 0 for record in engine.records]
     return {
-        "steps": steps,
-        "budget_bytes": plan.budget_bytes,
-        "predicted_bytes": plan.prediction.peak_bytes,
-        "least_bytes": min(peaks),
-        "largest_bytes": max(peaks),
-        "above_budget": sum(each > plan.budget_bytes for each in peaks),
+        **of_peaks(plan, peaks),
         "divergences": [str(each) for record in engine.records for each in record.divergences][:3],
         "begun_anew": sum(bool(record.begun_anew) for record in engine.records),
         "different_losses": different,
-        "different_tensors": _apart(_state(model), reference[1][steps - 1])[:5],
+        "different_tensors": apart(_state(model), reference[1][steps - 1])[:5],
         "recomputations": plan.script.recomputations,
         "seconds": sum(record.seconds for record in engine.records[1:]) / max(1, steps - 1),
         "predicted_seconds": plan.prediction.step_seconds,

@@ -13,7 +13,7 @@ from torch import nn
 import memfit
 from memfit import batches
 from memfit.meter import metered
-from memfit.step.program import state_tensors
+from memfit.step.program import StepProgram, state_tensors
 
 
 def room_below(setting: Setting) -> str | None:
@@ -41,6 +41,17 @@ def planned_row(setting: Setting, made: memfit.Plan, model: nn.Module, sample: A
     if engine.stream is not None:
         engine.stream.close()  # the model is whole again for the next plan
     return row
+
+
+def whole_step(program: StepProgram, sample: Any) -> Callable[[], None]:
+    """Forward, backward, update and clearing of gradients, as the engine's own baseline does them."""
+
+    def step() -> None:
+        program.forward_backward(sample)
+        program.update()
+        program.clear()
+
+    return step
 
 
 def plainly(model: nn.Module, loss_fn: Any, batch: Any) -> Callable[[], float]:

@@ -75,16 +75,11 @@ def trained(program: Any, plan: Any, made: tuple[Any, Any, Any], steps: int) -> 
         begun_anew += bool(record.begun_anew)
         slower += is_slower(record, engine.plan_for(batch))
         peaks.append(record.peak_bytes or 0)
-        different += not _equal(torch.tensor(record.loss), torch.tensor(reference.step(batch, loss_fn, 1000 + step)))
+        different += not equal(torch.tensor(record.loss), torch.tensor(reference.step(batch, loss_fn, 1000 + step)))
         divergences += list(record.divergences)[:1]
     return {
-        "steps": steps,
-        "budget_bytes": plan.budget_bytes,
-        "predicted_bytes": plan.prediction.peak_bytes,
-        "least_bytes": min(peaks),
-        "largest_bytes": max(peaks),
+        **of_peaks(plan, peaks),
         "peaks": len(set(peaks)),
-        "above_budget": sum(peak > plan.budget_bytes for peak in peaks),
         "diverged": len(divergences),
         "begun_anew": begun_anew,
         "slower": slower,
@@ -146,16 +141,32 @@ class Plain:
 
     def differs_from(self, other: Any) -> list[str]:
         """Names of parameters and buffers that are not equal to the last bit."""
-        import torch
-
-        mine, theirs = self.model.state_dict(), other.state_dict()
-        if mine.keys() != theirs.keys():
-            return sorted(mine.keys() ^ theirs.keys())
-        tensors = [name for name, value in mine.items() if isinstance(value, torch.Tensor)]
-        return [name for name in tensors if not _equal(mine[name], theirs[name])]
+        return apart(self.model.state_dict(), other.state_dict())
 
 
-def _equal(one: Any, other: Any) -> bool:
+def of_peaks(plan: Any, peaks: Sequence[int]) -> dict[str, int]:
+    """Of steps under a plan that held so many bytes at their peaks, what a row tells."""
+    return {
+        "steps": len(peaks),
+        "budget_bytes": plan.budget_bytes,
+        "predicted_bytes": plan.prediction.peak_bytes,
+        "least_bytes": min(peaks),
+        "largest_bytes": max(peaks),
+        "above_budget": sum(peak > plan.budget_bytes for peak in peaks),
+    }
+
+
+def apart(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors of two models that are not equal to the last bit; of those that one alone has, where there are any."""
+    import torch
+
+    if mine.keys() != theirs.keys():
+        return sorted(mine.keys() ^ theirs.keys())
+    tensors = [name for name, value in mine.items() if isinstance(value, torch.Tensor)]
+    return [name for name in tensors if not equal(mine[name], theirs[name])]
+
+
+def equal(one: Any, other: Any) -> bool:
     """Whether two tensors have the same bits, those of NaN included."""
     import torch
 

@@ -52,11 +52,10 @@ def real_forward_names(
 
 @contextmanager
 def forward_for_real(source: StepSource, choices: Choices = BASELINE) -> Iterator[StepProgram]:
-    """Forwards run inside leave the model, the sample and the generators as they were."""
+    """Forwards run inside leave the model and the generators as they were."""
     with (
         indices_checked(device_of(source.model)),
         forked_generators(),
-        batch_kept(source.sample),
         parameters_kept(source.model),
         lent(source.model, _copied if converting(choices) else _private, source.loss_fn),
     ):

@@ -183,9 +183,8 @@ class _StepRecording:
         # A rank weights its part of the batch by what the loss averages over on all of them.
         self._weight = None if len(micro_batches) == 1 and sharded is None else 1.0 / len(micro_batches)
         self._once: list[str] = []  # operations of the pass that is not recorded
-        self._updated: set[int] = (
-            set()
-        )  # identities of parameters whose gradients went into their updates inside backward
+        # Identities of the parameters whose gradients went into their updates inside backward.
+        self._updated: set[int] = set()
         for _ in range(source.steps_before):
             self._train()
 

@@ -18,7 +18,7 @@ from memfit.batches import Batch
 from memfit.capture.capture import on_fakes
 from memfit.capture.captured import Captured
 from memfit.capture.constants import run_recorded
-from memfit.capture.isolation import with_copied_storage
+from memfit.capture.isolation import batch_kept, with_copied_storage
 from memfit.capture.real_forward import forward_for_real
 from memfit.capture.source import StepSource
 from memfit.step.device import device_of
@@ -193,7 +193,8 @@ def _on_fakes(source: StepSource, choices: Choices) -> Iterator[tuple[StepProgra
 @contextmanager
 def _for_real(source: StepSource, choices: Choices) -> Iterator[tuple[StepProgram, list[Batch]]]:
     micro_batches = source.micro_batches(choices.micro_batches)
-    with forward_for_real(source, choices) as program, torch.no_grad():  # a whole micro-batch's activations may not fit
+    # Without gradients: a whole micro-batch's activations may not fit.
+    with batch_kept(source.sample), forward_for_real(source, choices) as program, torch.no_grad():
         yield program, micro_batches
 
 

@@ -99,9 +99,8 @@ class PlanServer:
 
     def _snapshot_bytes(self, config: Config, plan: Plan) -> int:
         """Bytes that a snapshot takes at least: what the device holds of parameters and optimizer state. 0 for several devices."""
-        ran = plan.choices.but(
-            weights="whole"
-        )  # a bundle's own keys do not say how many samples the largest micro-batch has
+        # A bundle's own keys do not say how many samples the largest micro-batch has.
+        ran = plan.choices.but(weights="whole")
         plannings = self._of(config).plannings.values()
         traces = [trace for each in plannings for trace in each.bundle.traces.values() if trace.choices == ran]
         return traces[0].bytes_of(Category.PARAMETER, Category.OPTIMIZER_STATE) if traces else 0

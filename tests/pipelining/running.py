@@ -92,6 +92,42 @@ def resnet() -> steps.Built:
     return staged("resnet")
 
 
+class MaskedFirst(nn.Module):
+    """Of a mask that forward makes before its parts the first one alone reads something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(2 * small.WIDTH, small.WIDTH)
+        self.others = nn.ModuleList(Widening() for _ in range(5))
+
+    def forward(self, rows: Tensor, filled: Tensor) -> Tensor:
+        mask = filled[:, None].expand(-1, 64 * small.WIDTH).float()
+        x = self.first(torch.cat([rows, rows * mask[:, : small.WIDTH]], -1))
+        for other in self.others:
+            x = other(x)
+        return x
+
+
+class Widening(nn.Module):
+    """Its forward takes more than its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(small.WIDTH, small.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = x.detach().repeat(1, 64).mean(-1, keepdim=True)
+        y: Tensor = self.linear(x) - shift
+        return y
+
+
+def masked_first() -> steps.Built:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(SAMPLES, small.WIDTH, generator=generator)
+    return MaskedFirst(), (rows, torch.arange(SAMPLES) % 2 == 0), lambda m, b: m(*b).square().mean()
+
+
 class Ran(NamedTuple):
     """What one rank has shown."""
 

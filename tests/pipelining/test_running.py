@@ -142,8 +142,17 @@ def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predi
     assert tight.pipeline is not None
     assert any(script.recomputations for script in tight.pipeline.scripts)
     ran = compared(2, running.short_decoder, "sgd", [plan, tight, whole])
-    for number, made in enumerate((plan, tight)):
+    for number, made in enumerate((plan, tight, whole)):
         assert [of_rank[number].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in made.prediction.ranks]
+
+
+def test_what_one_stage_of_a_rank_reads_of_the_batch_the_other_is_not_given() -> None:
+    """A mask that only the first stage reads is made in that one alone."""
+    plan = planned(running.masked_first, 2, "interleaved/2", "sgd", fixed={"micro_batches": 4})
+    assert plan.pipeline is not None
+    assert plan.pipeline.stages == 4
+    ran = compared(2, running.masked_first, "sgd", [plan])
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
 
 
 def test_what_a_stage_hands_on_from_its_buffer_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:

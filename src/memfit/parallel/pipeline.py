@@ -273,14 +273,15 @@ class Pipeline(PipelinedModel):
         summed = self.division.weights == "sum"
         weights = [1.0 if summed else count / max(total, 1) for count in counts]
         try:
-            loss = running.step(micro_batches, weights, around)
+            of_stages = {n: [self._whole.of_stage(n, each) for each in micro_batches] for n in self._mine}
+            loss = running.step(of_stages, weights, around)
         except BaseException as error:
             self._running = None  # it may have been left half way
             # torch's stages put what a forward raises into a RuntimeError.
             if isinstance(error.__cause__, MemfitError):
                 raise error.__cause__ from None
             raise
-        del micro_batches
+        del micro_batches, of_stages
         loss, seconds, counted = self._of_all(loss, running.seconds, sum(counts))
         if not counted:
             raise self._nothing_counts()

@@ -148,19 +148,21 @@ class Running:
             kind = ScheduleGPipe if ends.schedule is Schedule.GPIPE else Schedule1F1B
             self._schedule = kind(self._stages[0], ends.micro_batches, **how)
 
-    def step(self, micro_batches: Sequence[Batch], weights: Sequence[float], around: AroundForward) -> float:
+    def step(
+        self, micro_batches: Mapping[int, Sequence[Batch]], weights: Sequence[float], around: AroundForward
+    ) -> float:
         """Forward and backward of all micro-batches.
 
         Args:
-            micro_batches: as many as the schedule is for.
+            micro_batches: of each stage, by number; as many as the schedule is for.
             weights: what the loss of each counts for.
             around: as for `PipelinedModel.forward_backward`.
 
         Returns:
             The sum of the weighted losses, where the last stage is here; else 0.
         """
-        for turn in self._in_turn:
-            turn.begin(micro_batches, weights, around)
+        for turn, parts in zip(self._in_turn, micro_batches.values(), strict=True):
+            turn.begin(parts, weights, around)
         for stage in self._stages:
             stage.busy_seconds = 0.0
         losses: list[Tensor] = []

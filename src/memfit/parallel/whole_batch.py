@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memfit import batches
 from memfit.batches import Batch
-from memfit.step.absent import ELSEWHERE
+from memfit.step.absent import ELSEWHERE, only
 
 
 class WholeBatch:
@@ -29,6 +29,7 @@ class WholeBatch:
         self.read: Sequence[Collection[int]] | None = None
         self._pipeline = pipeline
         self._sizes = sizes
+        self._divided: set[int] = set()  # places of tensors that count samples
 
     @property
     def samples(self) -> int:
@@ -43,11 +44,11 @@ class WholeBatch:
         """
         own, ranks = self._sizes[self._pipeline.rank()], frozenset(range(len(self._sizes)))
         leaves, structure = batches.flattened(batch)
+        self._divided = {place for place, leaf in enumerate(leaves) if batches.counts_samples(leaf, own)}
         works: list[dist.Work | None] = []
         between: list[dist.P2POp] = []
-        for place, leaf in enumerate(leaves):
-            if not batches.counts_samples(leaf, own):
-                continue
+        for place in sorted(self._divided):
+            leaf = leaves[place]
             reading = self._readers(place)
             if reading == ranks:
                 leaves[place] = self._sent_to_all(leaf, works)
@@ -59,6 +60,13 @@ class WholeBatch:
             if work is not None:
                 work.wait()
         return batches.rebuilt(leaves, structure)
+
+    def of_stage(self, stage: int, micro_batch: Batch) -> Batch:
+        """What one of this rank's stages reads of a micro-batch: it was captured so, and what is made of the rest (a mask, say) is in no prediction."""
+        assert self.read is not None, "all ranks have said what their stages read"
+        leaves, _ = batches.flattened(micro_batch)
+        undivided = set(range(len(leaves))) - self._divided
+        return only(micro_batch, undivided.union(self.read[stage]))
 
     def _readers(self, place: int) -> frozenset[int]:
         """The ranks whose stages read this leaf."""

@@ -76,7 +76,7 @@ def stage_levels(
     """The levels of a stage under a plan.
 
     Args:
-        timeline: of its trace, in which the pass adds to gradients.
+        timeline: of its trace, in which the pass adds to gradients, or makes them where there is one micro-batch.
         recomputations: the plan.
         received_gradient_bytes, sent_bytes, made_bytes: as in `StageLevels`.
         buffers_bytes: of buffers for messages that are not in the trace.
@@ -92,6 +92,7 @@ def stage_levels(
     gradients -= sum(trace.storages[s].bytes for s in made_elsewhere)
     above = totals - trace.bytes_before_step
     missing = _gradients_to_come(trace, slot_of_event, len(totals), made_elsewhere)
+    made = _gradients_made(timeline, slot_of_event, len(totals))
     backward = slice(forward_end + 1, pass_end + 1)
     # What backward begins with in the trace of a stage that is not the last: a number in place of a loss, and its gradient.
     begins = NUMBER_BYTES if sent_bytes else 0
@@ -99,12 +100,12 @@ def stage_levels(
     forward[forward_end] -= begins
     return StageLevels(
         base + buffers_bytes,
-        gradients,
+        gradients + int(made[pass_end]),
         _kept(timeline, recomputations, forward_end) - begins,
         int(forward.max(initial=0)),
         int((above - missing)[backward].max(initial=0)) + gradients - 2 * begins,
-        int(above[backward].max(initial=0)) - 2 * begins,
-        int(above[pass_end + 1 :].max(initial=0)),
+        int((above - made)[backward].max(initial=0)) - 2 * begins,
+        int((above - made)[pass_end + 1 :].max(initial=0)),
         received_gradient_bytes,
         sent_bytes,
         made_bytes,
@@ -126,6 +127,15 @@ def _gradients_to_come(trace: Trace, slot_of_event: Any, slots: int, made_elsewh
                 missing[: int(slot_of_event[event]) + 1] += trace.storages[s].bytes
                 gradients.discard(s)
     return missing
+
+
+def _gradients_made(timeline: Timeline, slot_of_event: Any, slots: int) -> Any:
+    """At each slot, bytes of gradients that the pass has made: of the only micro-batch, before which there are none."""
+    made = np.zeros(slots, dtype=np.int64)
+    for s, storage in enumerate(timeline.trace.storages):
+        if storage.category is Category.GRADIENT and storage.birth != BEFORE_STEP:
+            made[int(slot_of_event[storage.birth]) : int(slot_of_event[timeline.last_end[s]]) + 1] += storage.bytes
+    return made
 
 
 def _kept(timeline: Timeline, recomputations: Recomputations, slot: int) -> int:

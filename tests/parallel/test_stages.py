@@ -246,6 +246,33 @@ def test_blocks_are_taken_further_out_where_that_is_asked_for() -> None:
     assert [call.path for call in _found(model, batch, loss_fn, 1).calls] == ["stem", "groups.0", "groups.1", "head"]
 
 
+class Alternating(nn.Module):
+    """Two kinds of blocks in turn, inside a module that is nearly all of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.ModuleDict({"first": nn.Linear(16, 16), "layers": nn.ModuleList()})
+        kinds = [
+            lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+            lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        ]
+        self.body["layers"].extend(kinds[number % 2]() for number in range(6))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body["first"](x)
+        for layer in self.body["layers"].children():
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_blocks_of_two_kinds_in_turn_are_parts_as_a_whole() -> None:
+    calls = _found(Alternating(), torch.randn(4, 3, 16), square_loss)
+    assert [call.path for call in calls.calls] == ["body.first", *(f"body.layers.{n}" for n in range(6)), "head"]
+
+
 def test_absent_tensors_have_a_shape_and_a_place_and_no_values() -> None:
     meta = Absent.like(torch.empty(2, 3), torch.device("cpu"))
     total = (meta + torch.ones(2, 3)).view(3, 2).float() @ torch.ones(2, 5)

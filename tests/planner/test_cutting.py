@@ -320,5 +320,11 @@ def test_bad_input_is_told() -> None:
     with pytest.raises(InputError, match="must be more than 0"):
         StageDevice(0)
     never = Parts(tuple(Part(str(i), 1.0, 1.0, cut_after="no") for i in range(3)))
-    with pytest.raises(InputError, match="no boundary may be cut"):
+    with pytest.raises(InputError, match="cut at 0 of the 2 boundaries between its parts; at others, most often, no"):
         cut(never, line, 2, stages=2)
+    once = Parts((Part("0", 1.0, 1.0), *never.parts))
+    with pytest.raises(InputError, match="into 4 stages: it may be cut at 1 of the 3 boundaries"):
+        cut(once, line, 2, Schedule.INTERLEAVED, stages=2, per_device=2)
+    apart = Line((StageDevice(100),) * 3, (PeerLink(0, 1, 1e9),))
+    with pytest.raises(InputError, match="no link joins these devices"):
+        cut(_equal(9), apart, 3, stages=3)

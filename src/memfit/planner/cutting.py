@@ -16,6 +16,7 @@ Where stages share a device (interleaved), its bytes and seconds are those of al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -94,10 +95,21 @@ def cut(
     if best.cut is None:
         if best.lack is not None:
             raise best.lack.error()
-        raise refused or InputError(
-            f"this model cannot be cut into {' or '.join(map(str, numbers))} stages on these devices: no boundary may be cut there, or no link joins them"
-        )
+        raise refused or InputError(_why_not(parts, [number * per_device for number in numbers]))
     return best.result()
+
+
+def _why_not(parts: Parts, numbers: Sequence[int]) -> str:
+    """What is said where there is no cut into so many stages, whatever their bytes."""
+    boundaries = [part.cut_after for part in parts.parts[:-1]]
+    told = f"the model cannot be cut into {' or '.join(map(str, numbers))} stages"
+    if boundaries.count("") >= min(numbers) - 1:
+        return f"{told}: no link joins these devices"
+    (why, _), *_ = Counter(filter(None, boundaries)).most_common(1)
+    return (
+        f"{told}: it may be cut at {boundaries.count('')} of the {len(boundaries)} boundaries between its parts; at others, most often, {why}. "
+        'Ask for fewer stages, or for another way to share the step out (fixed={"sharding": "zero3"})'
+    )
 
 
 def _alike(line: Line, devices: tuple[int, ...]) -> tuple[object, ...]:

@@ -1,8 +1,9 @@
 """The parts of a model and what each takes, found from its trace: nothing is declared.
 
-A part is a call of a module that has parameters: of the repeated blocks each one, and of everything else the largest modules that hold no block. Where a model
-repeats nothing, they are its innermost modules. What runs between two parts (masks, positions, activations without parameters) belongs to the later one, what
-follows the last to that.
+A part is a call of a module that has parameters: of the repeated blocks each one, and of everything else the largest modules that hold no block. Where
+repeated blocks are less than half of a model (two kinds in turn, say), its blocks are the innermost modules, or the members of lists (with a number for a name)
+that these are in, unless one of those is most of it. What runs between two parts (masks, positions, activations without parameters) belongs to the later one,
+what follows the last to that.
 """
 
 from __future__ import annotations
@@ -43,7 +44,22 @@ def part_calls(trace: Trace, outwards: int = 0) -> tuple[ModuleCall, ...]:
         InputError: the model has one part at most.
     """
     with_parameters = [call for call in trace.calls if call.module and _reads_parameters(trace, call)]
-    blocks = {_outer(block.path, outwards) for block in repeated_blocks(trace)}
+    inside = {
+        call: [
+            other.module
+            for other in with_parameters
+            if other.module.startswith(f"{call.module}.")
+            and call.operations[0] <= other.operations[0]
+            and other.operations[1] <= call.operations[1]
+        ]
+        for call in with_parameters
+    }
+    repeated = repeated_blocks(trace)
+    blocks = {_outer(block.path, outwards) for block in repeated}
+    if 2 * sum(block.last - block.first + 1 for block in repeated) < trace.forward_events:  # two norms of a layer, say
+        most = {c.module for c in inside if 2 * (c.operations[1] - c.operations[0]) > trace.forward_operations}
+        innermost = (call.module for call in inside if not inside[call])
+        blocks = {path if (around := _in_list(path, outwards)) in most else around for path in innermost}
     found: list[ModuleCall] = []
     end = 0
     # In the order in which they begin, a module before those in it.
@@ -51,16 +67,7 @@ def part_calls(trace: Trace, outwards: int = 0) -> tuple[ModuleCall, ...]:
         begins, ends = call.operations
         if begins < end:
             continue  # in the part before
-        inside = [
-            other
-            for other in with_parameters
-            if other.module.startswith(f"{call.module}.")
-            and begins <= other.operations[0]
-            and other.operations[1] <= ends
-        ]
-        holds_blocks = any(other.module in blocks for other in inside)
-        opened = holds_blocks if blocks else bool(inside)
-        if call.module in blocks or not opened:
+        if call.module in blocks or blocks.isdisjoint(inside[call]):
             found.append(call)
             end = ends
     if len(found) < 2:
@@ -76,6 +83,13 @@ def _outer(path: str, levels: int) -> str:
     names = path.split(".")
     numbered = [i for i, name in enumerate(names) if name[-1:].isdigit()]
     return ".".join(names[: numbered[max(0, len(numbered) - 1 - levels)] + 1]) if numbered else path
+
+
+def _in_list(path: str, outwards: int) -> str:
+    """The member of a list that a module is in, so many lists further out; the module itself where it is in none."""
+    names = path.split(".")
+    lists = [number for number, name in enumerate(names[:-1]) if name.isdigit()]
+    return ".".join(names[: lists[max(0, len(lists) - 1 - outwards)] + 1]) if lists else path
 
 
 def _reads_parameters(trace: Trace, call: ModuleCall) -> bool:

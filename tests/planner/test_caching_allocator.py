@@ -13,7 +13,7 @@ from memfit.capture.trace_source import TraceSource
 from memfit.planner import description
 from memfit.planner.caching_allocator import MIB, AllocatorBytes, CachingAllocator, allocator_bytes
 from memfit.planner.timeline import Timeline
-from memfit.planning import planning_of
+from memfit.planning import planning_of, replan, smallest_budget
 from memfit.techniques.choices import BASELINE
 from memfit.units import format_bytes, parse_bytes
 
@@ -116,4 +116,23 @@ def test_a_plan_says_how_much_its_blocks_are_larger_than_their_tensors(monkeypat
     plan = small.plan_at(0.3, model, sample, loss, device="rtx4090", host_budget=0)
     peak = plan.prediction.peak_bytes
     more = f"and {format_bytes((1 << 30) - peak)} in blocks larger than their tensors included"
-    assert any(more in note and "about 2.00 GiB of the card" in note for note in plan.notes)
+    above = f"; its blocks may be {format_bytes((1 << 30) - plan.budget_bytes)} above the budget"
+    assert any(more in note and above in note and "about 2.00 GiB of the card" in note for note in plan.notes)
+    assert (plan.prediction.allocated_bytes, plan.prediction.reserved_bytes) == (1 << 30, 2 << 30)
+
+
+def test_a_plan_leaves_room_for_blocks_that_are_larger_than_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the smallest budgets, which there is no room in."""
+    model, sample, loss = models.case("gpt_dropout").build()[:3]
+    full = small.plan_at(0.6, model, sample, loss, device="rtx4090", host_budget=0)
+    assert full.budget_bytes - 2 * MIB < full.prediction.allocated_bytes <= full.budget_bytes
+    monkeypatch.setattr(description, "allocator_bytes", lambda timeline, plan: _larger(timeline.peak(plan)))
+    plan = replan(full, full.budget_bytes)
+    assert plan.prediction.peak_bytes < full.prediction.peak_bytes
+    assert plan.prediction.allocated_bytes == plan.prediction.peak_bytes + 2 * MIB <= plan.budget_bytes
+    tight = replan(full, smallest_budget(full))
+    assert tight.prediction.allocated_bytes > tight.budget_bytes
+
+
+def _larger(peak: int) -> AllocatorBytes:
+    return AllocatorBytes(peak * 2, peak + 2 * MIB)

@@ -95,21 +95,19 @@ def cut(
     if best.cut is None:
         if best.lack is not None:
             raise best.lack.error()
-        raise refused or InputError(_why_not(parts, [number * per_device for number in numbers]))
+        if refused is not None:
+            raise refused
+        wanted = " or ".join(str(number * per_device) for number in numbers)
+        boundaries = [part.cut_after for part in parts.parts[:-1]]
+        free = boundaries.count("")
+        if free >= numbers[0] * per_device - 1:
+            raise InputError(f"the model cannot be cut into {wanted} stages: no link joins these devices")
+        (why, _), *_ = Counter(filter(None, boundaries)).most_common(1)
+        raise InputError(
+            f"the model cannot be cut into {wanted} stages: it may be cut at {free} of the {len(boundaries)} boundaries between its parts; at others, most "
+            f'often, {why}. Ask for fewer stages, or for another way to share the step out (fixed={{"sharding": "zero3"}})'
+        )
     return best.result()
-
-
-def _why_not(parts: Parts, numbers: Sequence[int]) -> str:
-    """What is said where there is no cut into so many stages, whatever their bytes."""
-    boundaries = [part.cut_after for part in parts.parts[:-1]]
-    told = f"the model cannot be cut into {' or '.join(map(str, numbers))} stages"
-    if boundaries.count("") >= min(numbers) - 1:
-        return f"{told}: no link joins these devices"
-    (why, _), *_ = Counter(filter(None, boundaries)).most_common(1)
-    return (
-        f"{told}: it may be cut at {boundaries.count('')} of the {len(boundaries)} boundaries between its parts; at others, most often, {why}. "
-        'Ask for fewer stages, or for another way to share the step out (fixed={"sharding": "zero3"})'
-    )
 
 
 def _alike(line: Line, devices: tuple[int, ...]) -> tuple[object, ...]:

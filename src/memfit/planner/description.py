@@ -29,13 +29,21 @@ GPU_STATE_BYTES: Final = 16  # of a generator on a GPU; that of the CPU has thou
 
 
 @uncollected()
-def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequence[Rejection] = ()) -> Plan:
-    """The plan in full, except for its savings, which need other candidates."""
+def describe(
+    solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequence[Rejection] = (), room_bytes: int = 0
+) -> Plan:
+    """The plan in full, except for its savings, which need other candidates.
+
+    Args:
+        solvers, found, rejected: of the search.
+        budget_bytes: what was asked for.
+        room_bytes: of these, left free for blocks that are larger than their tensors.
+    """
     solver, solution = found.solver, found.solution
     trace, recipes = solver.trace, solver.recipes
     fullest, there = solver.fullest(solution)  # of several ranks
     copying = fullest.worst(there)[1].copying
-    beside = [(other, _beside(other, budget_bytes - solvers.extra_bytes)) for other in solver.branches]
+    beside = [(other, _beside(other, budget_bytes - room_bytes - solvers.extra_bytes)) for other in solver.branches]
     # What is told of the peak is of the path that has it.
     timeline, its_plan = _with_the_peak(fullest, there, beside)
     evaluation = timeline.evaluate(its_plan)
@@ -43,7 +51,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     phase, module, operation = where(timeline.trace, evaluation.peak_event)
     bands = timeline.by_category(its_plan)
     moments = _moments(timeline.trace, evaluation.peak_event)
-    capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
+    capacity = budget_bytes - room_bytes - solvers.extra_bytes - SLACK_BYTES
     bound = solver.bound(capacity, solution) if solution.recomputations else 0.0
     kept: dict[str, int] = defaultdict(int)
     dropped: dict[str, int] = defaultdict(int)
@@ -61,6 +69,8 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
     on_each = [solution, *(plan for _, plan in beside)]
     own_peak = max(evaluation.peak_bytes, *_in_branches(fullest, on_each, script)) + solvers.extra_bytes
     ranks = _of_ranks(solvers, found, on_each, script)
+    on_a_gpu = any(machine.kind == "cuda" for machine in solvers.bundle.topology.devices)
+    blocks = allocator_bytes(timeline, its_plan) if on_a_gpu else None
     prediction = Prediction(
         peak_bytes=max(own_peak, *(rank.peak_bytes for rank in ranks)) if ranks else own_peak,
         step_seconds=max(found.seconds, *(rank.step_seconds for rank in ranks)) if ranks else found.seconds,
@@ -81,6 +91,8 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         exposed_seconds=trace.waited_seconds + trace.micro_batches * copying.exposed_seconds,
         varies_bytes=solver.draws.varies(solution.recomputations),
         tiers=_tiers(solvers, trace, copying),
+        allocated_bytes=blocks.allocated + solvers.extra_bytes if blocks else 0,
+        reserved_bytes=blocks.reserved + solvers.extra_bytes if blocks else 0,
         **asdict(plain_step(solvers)),
     )
     names = sorted({*kept, *dropped, *below, *again})
@@ -100,7 +112,7 @@ def describe(solvers: Solvers, budget_bytes: int, found: Found, rejected: Sequen
         rejected=tuple(map(str, rejected)),
         notes=(
             *trace.notes,
-            *_reserved(solvers, prediction, timeline, its_plan),
+            *_reserved(prediction, budget_bytes),
             *_drawn(prediction, trace),
             *_several(trace, prediction, budget_bytes),
             *_each_its_own(prediction, budget_bytes, [(solver, solution), *beside], solvers.extra_bytes),
@@ -315,18 +327,16 @@ def _on_paths(solver: Solver, solution: Solution) -> list[int]:
     return solver.draws.on_paths(solution.recomputations) if solver.trace.paths else [0]
 
 
-def _reserved(
-    solvers: Solvers, prediction: Prediction, timeline: Timeline, recomputations: Recomputations
-) -> tuple[str, ...]:
+def _reserved(prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
     """What the allocator of a GPU takes from the card for the plan."""
-    if not any(machine.kind == "cuda" for machine in solvers.bundle.topology.devices):
+    if not prediction.reserved_bytes:
         return ()
-    found = allocator_bytes(timeline, recomputations)
-    more = found.allocated - prediction.peak_bytes
+    more, above = prediction.allocated_bytes - prediction.peak_bytes, prediction.allocated_bytes - budget_bytes
     blocks = f" and {format_bytes(more)} in blocks larger than their tensors" if more >= MIB else ""
+    over = f"; its blocks may be {format_bytes(above)} above the budget" if above >= MIB else ""
     note = (
-        f"PyTorch's allocator takes about {format_bytes(found.reserved)} of the card for these {format_bytes(prediction.peak_bytes)}, its free blocks{blocks} "
-        "included (estimated, with its default settings); the CUDA context comes on top"
+        f"PyTorch's allocator takes about {format_bytes(prediction.reserved_bytes)} of the card for these {format_bytes(prediction.peak_bytes)}, its free "
+        f"blocks{blocks} included (estimated, with its default settings){over}; the CUDA context comes on top"
     )
     return (note,)
 

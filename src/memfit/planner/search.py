@@ -10,7 +10,9 @@ Nothing here runs a model or remembers other budgets: a plan depends on the bund
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
+from memfit.planner.caching_allocator import MIB
 from memfit.planner.description import describe
 from memfit.planner.found import WORTH_MORE, Found, Reason, Rejection
 from memfit.planner.infeasible import infeasible
@@ -22,6 +24,8 @@ from memfit.planner.solvers import SLACK_BYTES, MissingTrace, RefusedError, Solv
 from memfit.techniques.choices import Choices, in_words, named
 from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan
+
+TRIES: Final = 4  # to leave room for blocks: each takes less than the last one by what that was above the budget
 
 
 def plan(solvers: Solvers, budget_bytes: int, *, compared: bool = True) -> Plan:
@@ -41,10 +45,30 @@ def plan(solvers: Solvers, budget_bytes: int, *, compared: bool = True) -> Plan:
     if found is None:
         raise infeasible(solvers, budget_bytes, rejected)
     made = describe(solvers, budget_bytes, found, rejected)
+    found, made = _with_room_for_blocks(solvers, budget_bytes, found, made)
     if not compared:
         return made
     notes = (*made.notes, *slower_notes(solvers))
     return replace(made, savings=tuple(savings(solvers, found)), notes=notes)
+
+
+def _with_room_for_blocks(solvers: Solvers, budget_bytes: int, found: Found, made: Plan) -> tuple[Found, Plan]:
+    """A plan whose blocks, too, fit the budget, as the allocator of a GPU is likely to hand them out; the one that was made where there is none.
+
+    What is less than 1 MiB larger than its tensors is left as it is.
+    """
+    first = found, made
+    for _ in range(TRIES):
+        prediction = made.prediction
+        above = prediction.allocated_bytes - budget_bytes
+        if above <= 0 or prediction.allocated_bytes - prediction.peak_bytes < MIB:
+            return found, made
+        room = budget_bytes - (prediction.peak_bytes - above)
+        smaller, rejected = weigh(solvers, budget_bytes - room)
+        if smaller is None:
+            break
+        found, made = smaller, describe(solvers, budget_bytes, smaller, rejected, room)
+    return (found, made) if made.prediction.allocated_bytes <= budget_bytes else first
 
 
 def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejection]]:

@@ -86,6 +86,8 @@ class Prediction:
         tiers: activation offloading, by tier.
         varies_bytes: where random numbers decide sizes, how far apart the peaks of the draws seen lie: `peak_bytes` is the largest of them, and as much
             is kept free above it.
+        allocated_bytes, reserved_bytes: on a GPU, what its allocator is likely to count (`torch.cuda.max_memory_allocated` and `max_memory_reserved`): blocks,
+            which may be larger than the tensors in them, and the segments that these are in. 0 elsewhere.
         ranks: of each of several devices; empty for one. The other fields are then those of the fullest rank, the seconds those of the slowest.
     """
 
@@ -108,6 +110,8 @@ class Prediction:
     varies_bytes: int = 0
     tiers: tuple[TierUse, ...] = ()
     plain_with: str = ""
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
     ranks: tuple[RankPrediction, ...] = ()
 
     @property

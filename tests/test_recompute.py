@@ -23,7 +23,7 @@ from memfit.planning import planning_of
 from memfit.step.program import state_tensors
 from models import build_gpt, case
 from models.outcome import measured_peak, outcome_of
-from small import adamw, chain, rows, squared_error
+from small import WIDTH, adamw, chain, rows, squared_error
 from sweeps import by_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -244,6 +244,30 @@ def test_a_module_that_runs_again_at_once_is_as_many_blocks() -> None:
 
     trace = memfit.record(Again(), rows(), squared_error, None, micro_batches=1).trace
     assert [call.path for call in repeated_blocks(trace)] == ["layers.0"] * 3
+
+
+def test_blocks_of_two_kinds_in_turn_are_repeated_and_one_of_its_own_kind_is_not() -> None:
+    """As where attention and state spaces, or windows and whole rows, take turns."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.back = nn.Conv1d(1, 3, 3, padding=1), nn.Conv1d(3, 1, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.back(self.wide(x[:, None]).tanh())[:, 0]
+            return x + y
+
+    def gated() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GLU())
+
+    model = nn.Sequential(*(chain(1) if number % 2 else gated() for number in range(5)), Odd(), gated(), chain(1))
+    trace = memfit.record(model, rows(), squared_error, None, micro_batches=1).trace
+    assert [call.path for call in repeated_blocks(trace)] == ["0", "1", "2", "3", "4", "6", "7"]
+    made = memfit.recompute(model, rows(), squared_error, adamw, every="block")
+    assert made.script.recomputations
+    found = outcome_of(model, rows(), squared_error, memfit.apply(made, model, squared_error, None))
+    assert found.differs(outcome_of(model, rows(), squared_error)) is None
 
 
 # -- a budget for activations ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -90,7 +90,7 @@ def outputs_read_later(recipes: Recipes, call: ModuleCall) -> set[int]:
 
 
 def repeated_blocks(trace: Trace) -> list[ModuleCall]:
-    """The calls of the blocks that a model repeats, in order: numbered siblings that are alike, each depending on the one before it.
+    """The calls of the blocks that a model repeats, in order: numbered siblings, each depending on the one before it, of one kind or of several in turn.
 
     Of blocks within blocks the outer ones are taken, unless the inner ones have most of the operations (stages of layers).
     """
@@ -103,13 +103,17 @@ def repeated_blocks(trace: Trace) -> list[ModuleCall]:
     found: list[list[ModuleCall]] = []
     for calls in siblings.values():
         calls.sort(key=lambda call: call.first)
-        row = calls[:1]
-        for call in calls[1:]:
-            if _alike(trace, row[-1], call) and _depends_on(trace, call, row[-1]):
-                row.append(call)
-            else:
+        kinds = _kinds(trace, calls)
+        in_turn = [
+            kinds.count(kind) > 1 and _holds_modules(trace, call) for kind, call in zip(kinds, calls, strict=True)
+        ]
+        row: list[ModuleCall] = []
+        for number, call in enumerate(calls):
+            fits = row and (_alike(trace, row[-1], call) or (in_turn[number - 1] and in_turn[number]))
+            if not (fits and _depends_on(trace, call, row[-1])):
                 found.append(row)
-                row = [call]
+                row = []
+            row.append(call)
         found.append(row)
     found = sorted((row for row in found if len(row) > 1), key=lambda row: (row[0].first, -row[-1].last))
     return sorted(_outermost(found), key=lambda call: call.first)
@@ -151,6 +155,24 @@ def _alike(trace: Trace, one: ModuleCall, other: ModuleCall) -> bool:
     if not one.path.rpartition(".")[2].isdigit() and _parameter_sizes(trace, one) != _parameter_sizes(trace, other):
         return False
     return len(a & b) >= LEAST_SHARED * len(a | b)
+
+
+def _kinds(trace: Trace, calls: Sequence[ModuleCall]) -> list[int]:
+    """Of each call, the number of the first that it is like."""
+    firsts: list[int] = []
+    found = []
+    for number, call in enumerate(calls):
+        first = next((n for n in firsts if _alike(trace, calls[n], call)), number)
+        if first == number:
+            firsts.append(number)
+        found.append(first)
+    return found
+
+
+def _holds_modules(trace: Trace, call: ModuleCall) -> bool:
+    """Whether it is more than one layer."""
+    operations = (trace.operations[op] for op in trace.events[call.first : call.last + 1] if op >= 0)
+    return any(operation.module.startswith(f"{call.path}.") for operation in operations)
 
 
 def _operations_in(trace: Trace, call: ModuleCall) -> set[tuple[str, str]]:

@@ -327,6 +327,12 @@ def test_an_explanation_names_figures_and_place() -> None:
         assert words in text
 
 
+def test_a_printed_plan_is_its_explanation_and_its_repr_one_line() -> None:
+    made = plan(choices=Choices(micro_batches=2))
+    assert str(made) == made.explain()
+    assert repr(made) == "<Plan: 512 MiB of 600 MiB at the peak, 2 micro-batches; print(plan) tells more>"
+
+
 def test_an_explanation_of_parts_promises_no_equal_bits() -> None:
     text = plan(choices=Choices(4, 2, "tokens:labels")).explain()
     assert "bit for bit" not in text

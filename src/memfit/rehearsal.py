@@ -22,8 +22,9 @@ from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
 from memfit.step.attributes import Attributes, held_by
 from memfit.step.guard import Guard
+from memfit.step.held_tensors import model_tensors
 from memfit.step.optimizer_state import set_optimizer
-from memfit.step.program import model_tensors, own_optimizer
+from memfit.step.program import own_optimizer
 from memfit.units import format_budget, format_bytes
 from memfit.values.plan import Plan
 from memfit.values.report import Rehearsal, StepRecord
@@ -52,10 +53,8 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1, *, held: bo
     written = {id(t): t for module in attributes.modules for t in (*module.buffers(), *model_tensors(module))}
     with ExitStack() as stack:
         stack.enter_context(_copied_to_disk([*kept, *written.values()], own_optimizer(engine.optimizer)))
-        stack.enter_context(_unchanged(engine))
+        stack.enter_context(_unchanged(engine, attributes.modules))
         stack.callback(attributes.put_back)
-        for parameter in engine.model.parameters():
-            parameter.grad = None
         if engine.stream is not None:
             stack.enter_context(engine.stream.undone())
         _step_taken(engine, sample, loader_batches, held=held)
@@ -215,11 +214,19 @@ def _copied_to_disk(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Opti
 
 
 @contextmanager
-def _unchanged(engine: Engine) -> Iterator[None]:
-    """All else that a step changes is as before after the block: buffers, attributes, generators, scale, gradients, modes, and the engine's own record."""
+def _unchanged(engine: Engine, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """All else that a step changes is as before after the block: buffers, attributes, generators, scale, gradients, modes, and the engine's own record.
+
+    Args:
+        engine: whose step runs in the block, which begins without gradients.
+        modules: those of the model, and others that the step may give gradients to (a GAN's discriminator, which the generator's loss closes over).
+    """
     model: nn.Module = engine.model
     guard = Guard(model, scaling=engine.scaling)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    others = (p for module in modules for p in module.parameters(recurse=False))
+    gradients = [(p, p.grad) for p in {id(p): p for p in (*model.parameters(), *others)}.values()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     modes = [(module, module.training) for module in model.modules()]
     steps, records = engine.steps, list(engine.records)
     schedule, engine.schedule = engine.schedule, None

@@ -96,6 +96,10 @@ def _read_number(number: SupportsIndex, accepted: str) -> int:
             hint = f' ("{100 * number:g}%" for this share)'
         elif isinstance(number, float) and 1 < number < 4096:
             hint = f' ("{number:g}GiB" for gibibytes)'
+        elif isinstance(number, float) and number.is_integer():
+            raise BudgetError(
+                f"{number!r} is a float: write int(...) around it, or {int(number)}: {accepted}"
+            ) from None
         raise BudgetError(f"{number!r} is not a whole number of bytes{hint}: {accepted}") from None
 
 

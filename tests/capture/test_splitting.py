@@ -132,6 +132,18 @@ def in_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "_differences_in_float64", lambda *_: None)
 
 
+def test_a_standard_deviation_over_the_batch_is_named_and_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    def standardised(model: nn.Module, batch: Any) -> Tensor:
+        x, advantages = batch
+        return (model(x) * (advantages - advantages.mean()) / advantages.std()).mean()
+
+    x, _ = small.rows(8)
+    found = find_splitting(nn.Linear(x.shape[1], 1), (x, torch.randn(8, 1)), standardised)
+    assert found.weights is None
+    assert "standard deviation over the batch" in found.reason
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("strength", [2e-5, 5e-5, 1e-4])
 def test_a_batch_norm_of_little_effect_is_found(strength: float) -> None:
     model = Looking(strength)

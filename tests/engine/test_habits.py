@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.errors import EngineError
 from models.outcome import measured_peak, outcome_of, plans_between, same
+from small import adamw, plan_at
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -449,3 +450,85 @@ def test_what_a_loss_lets_its_input_gather_goes_with_the_micro_batch() -> None:
     found = engine.step((x.detach(),), meter=True).peak_bytes
     assert found is not None
     assert found <= plan.prediction.peak_bytes
+
+
+def critic() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.LeakyReLU(0.2), nn.Linear(2 * WIDTH, 1))
+
+
+def test_two_models_that_train_against_each_other_are_as_in_plain_torch() -> None:
+    """The generator's loss leaves gradients on the discriminator, which plain loops zero before its backward: a step begins without."""
+
+    def losses(generator: nn.Module, discriminator: nn.Module) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        real = rows()
+
+        def told_apart(model: nn.Module, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                made = generator(x)
+            return functional.softplus(-model(real)).mean() + functional.softplus(model(made)).mean()
+
+        def taken_for_real(model: nn.Module, x: Tensor) -> Tensor:
+            return functional.softplus(-discriminator(model(x))).mean()
+
+        return told_apart, taken_for_real
+
+    models = layers(1), critic()
+    plain = [torch.optim.Adam(model.parameters()) for model in models]
+    torch.manual_seed(5)
+    for _ in range(3):
+        for model, optimizer, loss in zip(models[::-1], plain[::-1], losses(*models), strict=True):
+            optimizer.zero_grad()
+            loss(model, rows()).backward()
+            optimizer.step()
+    others = layers(1), critic()
+    engines = [
+        memfit.fit(model, rows(), loss, "1GiB", torch.optim.Adam, fixed={"micro_batches": 1})
+        for model, loss in zip(others[::-1], losses(*others), strict=True)
+    ]
+    assert all(parameter.grad is None for model in others for parameter in model.parameters())
+    torch.manual_seed(5)
+    for _ in range(3):
+        for engine in engines:
+            engine.step(rows())
+    for model, other in zip(models, others, strict=True):
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+class Teacher(nn.Module):
+    """Has a layer, too, that no step reads: its bytes are there all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.unused = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH)
+        self.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+TEACHER = Teacher()
+
+
+def taught(y: Tensor, x: Tensor) -> Tensor:
+    return functional.mse_loss(y, TEACHER(x))
+
+
+@pytest.mark.parametrize("held", ["closed over", "global", "default"])
+@pytest.mark.parametrize("fraction", [1.0, 0.3])
+def test_what_a_loss_function_holds_is_predicted_and_measured(fraction: float, held: str) -> None:
+    teacher, weights = Teacher(), torch.rand(WIDTH)
+
+    def closing(model: nn.Module, x: Tensor) -> Tensor:
+        return (weights * (model(x) - teacher(x)).square()).mean()
+
+    def by_default(model: nn.Module, x: Tensor, teacher: nn.Module = teacher) -> Tensor:
+        return functional.mse_loss(model(x), teacher(x))
+
+    losses = {"closed over": closing, "global": lambda model, x: taught(model(x), x), "default": by_default}
+    plan = plan_at(fraction, layers(), rows(), losses[held])
+    engine = memfit.apply(plan, layers(), losses[held], adamw)
+    engine.step(rows())
+    assert engine.step(rows(), meter=True).peak_bytes == plan.prediction.peak_bytes
+    assert memfit.measure(layers(), rows(), losses[held], adamw).peak_bytes == plan.prediction.plain_peak_bytes

@@ -19,6 +19,14 @@ pytestmark = [
 ]
 
 
+class Sharp(torch.optim.SGD):
+    """As people write sharpness-aware minimization: the closure may be left out, but for what the code says then."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "sharpness-aware minimization needs a closure"
+
+
 LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 8)))
 
 
@@ -109,6 +117,10 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
         ({"device": "cuda"}, r"a device of torch: move the model there \(model.to\('cuda'\)\)"),
         ({"clip_norm": "1"}, "clip_norm='1': a positive number is needed"),
         ({"budget": 24}, 'budget=24 is 24 bytes, .*write the unit, "24GiB"'),
+        ({"budget": 8e9}, r"8000000000.0 is a float: write int\(...\) around it, or 8000000000"),
+        ({"loss_fn": lambda m, x, y: loss_fn(m, (x, y))}, r"loss_fn takes \(m, x, y\), and it is called with the model and the whole batch"),
+        ({"loss_fn": lambda b: b}, r"loss_fn takes \(b\), and it is called with the model and the whole batch"),
+        ({"optimizer": Sharp}, "Sharp calls a closure .* or plan with optimizer=None"),
         ({"budget": 24.0}, r'24.0 is not a whole number of bytes \("24GiB" for gibibytes\)'),
         ({"budget": 0.8}, r'0.8 is not a whole number of bytes \("80%" for this share\)'),
         ({"budget": "24G"}, r"a unit memfit does not read \(24GiB or 24GB\?\)"),

@@ -23,7 +23,8 @@ from memfit.capture.source import StepSource
 from memfit.errors import EngineError, InputError, NonFiniteLossError
 from memfit.meter import metered
 from memfit.planner.timeline import Timeline
-from memfit.step.program import StepProgram, model_tensors, state_tensors
+from memfit.step.held_tensors import model_tensors
+from memfit.step.program import StepProgram, state_tensors
 from memfit.streaming.initialisation import filled, from_tensors, reset
 from memfit.streaming.stream import LayerStream
 from memfit.streaming.watch import Watch

@@ -36,6 +36,10 @@ NOT_AS_STREAMED: Final = (
     "without streaming, this step was captured on real tensors, since it runs other operations on fake ones; with layers streamed it could only be captured on "
     "fake ones, so its bytes are not known exactly; a rehearsal measures them"
 )
+SPARSE_UNKNOWN: Final = (
+    "the step makes sparse tensors (a gradient of nn.Embedding(sparse=True), say), whose bytes are not counted where nothing is run for real: a step takes "
+    "more than predicted. Plan with the model on its own device, or rehearse by memfit.fit"
+)
 CPU_KERNELS: Final = "captured on real tensors, so the bytes are those of the CPU's kernels, not of CUDA's (dropout masks of four bytes, the CPU's attention)"
 
 
@@ -166,9 +170,17 @@ def confirmed(
         if source.on_meta:
             raise
         return str(error)
+    notes = fake.trace.notes
+    if fake.fakes_sparse and not source.on_meta and source.cuda is None:
+        return "it makes sparse tensors, whose bytes fake tensors do not tell"
+    if fake.fakes_sparse:
+        notes = (*notes, SPARSE_UNKNOWN)
     if source.on_meta:
-        note = "the model is on the meta device: the capture could not be checked against a real run"
-        return replace(fake, trace=replace(fake.trace, notes=(*fake.trace.notes, note)))
+        note = "the model is on the meta device, so the recorded step could not be compared with a real one"
+        notes = (*notes, note)
+    fake = replace(fake, trace=replace(fake.trace, notes=notes))
+    if source.on_meta:
+        return fake
     seen = forward_names(fake.trace)
     if known == seen:
         return fake

@@ -35,7 +35,7 @@ from memfit.capture.lifetimes import Lifetimes
 from memfit.capture.numbers_kept import NumbersKept
 from memfit.capture.products import ProductsBackward
 from memfit.capture.resized import Resized, rerunnable_where_gathered
-from memfit.capture.sparse import run_metered, takes_or_makes_sparse
+from memfit.capture.sparse import alias_of, is_sparse_fake, is_taken_over, run_metered, takes_or_makes_sparse
 from memfit.capture.unseen_writes import UnseenWrites
 from memfit.sharding.collectives import collective_of, workspace_bytes
 from memfit.step.call_arguments import is_plain, tensors_passed
@@ -120,6 +120,7 @@ class Recorder(dispatch.DispatchMode):
         paths.passed = self._passed
         self.unrecorded: list[str] = []  # operations that ran while nothing was recorded
         self._making_fresh_tensor = False
+        self.fakes_sparse = False  # fake tensors do not tell how many elements a sparse one has
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}
         self._first_read: dict[int, int] = {}  # of storages that no recorded operation made
@@ -241,6 +242,7 @@ class Recorder(dispatch.DispatchMode):
         self._resized.look(len(self.events))
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
         sparse = takes_or_makes_sparse(func, inputs)
+        self.fakes_sparse |= any(is_sparse_fake(t) for t in inputs)
         if not all(dispatch.has_storage(t) for t in inputs):
             if not all(map(dispatch.laid_in, inputs)):
                 self.notes[f"{func} takes an opaque tensor, which has no storage to record; it is kept"] = None
@@ -268,7 +270,10 @@ class Recorder(dispatch.DispatchMode):
         index = len(self.operations)
         self.events.append(index)
         if sparse:
-            result, workspace = run_metered(partial(run_recorded, func, inputs, args, kwargs))
+            run = partial(run_recorded, func, inputs, args, kwargs)
+            if self.phase is Phase.BACKWARD and is_taken_over(func, args):
+                run = partial(alias_of, args[0])
+            result, workspace = run_metered(run)
             self.lifetimes.add_bytes(workspace, Category.TEMPORARY, self.module, event).death = event
         else:
             result = run_recorded(func, inputs, args, kwargs)
@@ -283,6 +288,7 @@ class Recorder(dispatch.DispatchMode):
         for out in dispatch.tensors_in(result):
             layouts.append(None)
             known = self.lifetimes.id_of(out) if dispatch.has_storage(out) else None
+            self.fakes_sparse |= is_sparse_fake(out)
             if in_place and dispatch.has_storage(out) and known is None:
                 # A fake value was written into a real tensor (one computed from the batch alone): torch returns a fake copy, which a real step does not make.
                 outputs.append(-1)

@@ -30,9 +30,11 @@ from memfit.sharding.collectives import backend_for
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.fingerprint import fingerprint
+from memfit.step.given import steps_alone
+from memfit.step.held_tensors import loss_tensors, model_tensors
 from memfit.step.other_kernels import run_as_written
 from memfit.step.process_generators import outside_torch
-from memfit.step.program import StepProgram, model_tensors, state_tensors
+from memfit.step.program import StepProgram, state_tensors
 from memfit.step.unrestored import HeldByModules
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import Forced, watching
@@ -118,6 +120,7 @@ def record(
             place: before.get(place, "") for place in before | after if before.get(place, "") != after.get(place, "")
         },
         met_bytes=recorder.met_bytes() if tensors == "real" else (),
+        fakes_sparse=recorder.fakes_sparse,
     )
 
 
@@ -227,6 +230,12 @@ class _StepRecording:
             with watching(model) if program.choices.frozen else nullcontext() as self.forced:
                 if not first and (several or inside):
                     program.forward_backward(earlier, self._weight, recorder)
+                    if (
+                        _graded(model) is None
+                    ):  # sparse gradients grow with each micro-batch: their elements are listed one after the other
+                        for more in self._micro_batches[1:-1]:
+                            recorder.unrecorded.clear()
+                            program.forward_backward(more, self._weight, recorder)
                 elif not first:
                     with recorder:
                         loss = program.loss(self._source.sample)
@@ -282,6 +291,7 @@ class _StepRecording:
         recorder.register((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENT)
         recorder.register(program.scaling.tensors() if program.scaling is not None else (), Category.OTHER)
         recorder.register(batches.leaves(self._source.sample), Category.BATCH)
+        recorder.register(loss_tensors(self._source.loss_fn), Category.OTHER)
 
     def run(self) -> None:
         """[2] One micro-batch, recorded, and [3] the update."""
@@ -381,7 +391,7 @@ def _make_state(program: StepProgram, recorder: Recorder) -> None:
     recording, recorder.recording = recorder.recording, False
     optimizer = program.optimizer
     with nullcontext() if recording else recorder, _sketched(program, 1):
-        optimizer.step()
+        steps_alone(optimizer)
     recorder.recording = recording
     here = device_of(program.model).type
     state = state_tensors(program.optimizer)

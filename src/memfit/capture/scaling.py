@@ -26,6 +26,9 @@ from memfit.values.trace import Storage, Trace
 
 SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check
 # Up to this many bytes in all storages of a step, the whole batch is captured for real: exact also where sizes depend on values.
+_OF_THE_MODEL: Final = frozenset(
+    {"parameter", "gradient", "buffer", "optimizer_state"}
+)  # as large for any number of samples
 SMALL_STEP_BYTES: Final = 512 << 20
 
 
@@ -113,7 +116,8 @@ def _is_small(source: StepSource, choices: Choices, target: int, why: str) -> bo
             return capture_real(StepSource(source.model, some, source.loss_fn), alone)
 
     few, two = on_few(few, source.sample, captured)
-    step_bytes = sum(s.bytes for s in two.trace.storages if s.category != "parameter") / batches.size(few) * target
+    grows = (s.bytes for s in two.trace.storages if s.category not in _OF_THE_MODEL)
+    step_bytes = sum(grows) / batches.size(few) * target
     small = step_bytes <= SMALL_STEP_BYTES or target <= max(SMALL_SIZES)
     if few is source.sample and not small:
         total = batches.size(source.sample)

@@ -19,8 +19,9 @@ from memfit.capture.recorder import Recorder
 from memfit.capture.source import StepSource
 from memfit.garbage import uncollected
 from memfit.step.device import device_of
+from memfit.step.held_tensors import loss_tensors, model_tensors
 from memfit.step.other_kernels import run_as_written
-from memfit.step.program import StepProgram, model_tensors, state_tensors
+from memfit.step.program import StepProgram, state_tensors
 from memfit.storage.tiers import NoTier
 from memfit.streaming.stream import LayerStream
 from memfit.streaming.watch import Watch
@@ -83,6 +84,7 @@ def record_streamed(
         if program.optimizer is not None:
             recorder.register(state_tensors(program.optimizer), Category.OPTIMIZER_STATE)
         recorder.register(batches.leaves(sample), Category.BATCH)
+        recorder.register(loss_tensors(source.loss_fn), Category.OTHER)
         with recorder, following_generator_states(recorder, as_operations=True):
             losses = stream.step(program, parts, weights, watch=watch)
             del losses

@@ -35,6 +35,7 @@ from memfit.hardware.topology import Topology
 from memfit.progress import Progress, tell
 from memfit.step.device import device_of
 from memfit.step.given import check_sample, loss_function, optimizer_factory
+from memfit.step.held_tensors import loss_tensors, model_tensors
 from memfit.step.process_generators import outside_torch_kept
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices, named, sizing_state
@@ -189,6 +190,7 @@ class TraceSource:
         model = self.model
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         present = [*model.parameters(), *model.buffers(), *batches.leaves(self.sample), *gradients]
+        present += [*model_tensors(model), *loss_tensors(self.loss_fn)]
         network = self.network
         if network is None and self._table is not None and self.here.type == "cpu":
             network = Topology((self.machine,), processes=True)

@@ -38,9 +38,10 @@ from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.guard import Deciding
-from memfit.step.modules import forget_modules, remembering_modules
+from memfit.step.held_tensors import loss_tensors, model_tensors
+from memfit.step.modules import forget_modules, let_go_of_gradients, remembering_modules
 from memfit.step.other_kernels import CompileWatch
-from memfit.step.program import StepProgram, model_tensors, state_tensors
+from memfit.step.program import StepProgram, state_tensors
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.stream import LayerStream
 from memfit.techniques.autocast.precision import Scaling
@@ -220,6 +221,7 @@ class Engine:
             self._pipelined.prepare(batch)
             drawing = self._pipelined.drawing()
         with drawing, remembering_modules():
+            self._forget_gradients()
             record = self._steps.taken(
                 plan,
                 batch,
@@ -278,6 +280,7 @@ class Engine:
             )
         there = [tensor for each in listed for tensor in batches.leaves(each)]
         self._check_held(len(listed), there)
+        self._forget_gradients()
         record = self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
         diverged, self._diverged = self._diverged, None
         if diverged is not None:
@@ -287,6 +290,11 @@ class Engine:
     def _check(self) -> None:
         self._transactions.check()
         self._refuse_compiled()
+
+    def _forget_gradients(self) -> None:
+        """A step begins as after `zero_grad`: the loss of another model (a GAN's generator) may have left gradients here, for which no plan has memory."""
+        if self.sharded is None:  # there gradients lie in what is sent to other ranks
+            let_go_of_gradients(self.model)
 
     def _refuse_compiled(self) -> None:
         self._compile_watch.check(self.model, self.loss_fn, self.optimizer, first=not self.records)
@@ -523,6 +531,7 @@ class Engine:
         gradients = [*(p.grad for p in parameters if p.grad is not None), *held]
         copies = self._transactions.buffers.copies.values()
         others = [*self.model.buffers(), *copies, *batches.leaves(batch), *model_tensors(self.model)]
+        others += loss_tensors(self.loss_fn)
         scaling = self.scaling.tensors() if self.scaling is not None else []
         streamed = [] if self.stream is None else [t for held in self.stream.buffers().values() for t in held]
         state = state_tensors(self.optimizer) if self.optimizer is not None else []

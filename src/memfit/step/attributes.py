@@ -6,6 +6,7 @@ loss function closes over. It is noted before something is run that training doe
 
 from __future__ import annotations
 
+import dis
 import random
 import types
 from collections import OrderedDict, deque
@@ -137,29 +138,37 @@ def items_of(container: Container | tuple[Any, ...]) -> Iterable[Any]:
 
 def held_by(function: Callable[..., Any] | None) -> list[nn.Module]:
     """The modules that a function may change when it is called: itself, those it is bound to, closes over, has as defaults, or names as globals."""
+    return [each for each in values_of(function) if isinstance(each, nn.Module)]
+
+
+def values_of(function: Callable[..., Any] | None) -> list[Any]:
+    """What a function is bound to, closes over, has as defaults, or names as globals; and what the functions among these do, those of its own module."""
     if function is None:
         return []
     if isinstance(function, types.MethodType):
-        held: list[Any] = [function.__self__]
-    elif isinstance(function, partial):
-        held = [*held_by(function.func), *function.args, *function.keywords.values()]
-    elif isinstance(function, types.FunctionType):
+        return [function.__self__]
+    if isinstance(function, partial):
+        return [*values_of(function.func), *function.args, *function.keywords.values()]
+    if isinstance(function, types.FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        inner = [
-            module for each in cells if isinstance(each, types.FunctionType) for module in _held_inside(each, function)
-        ]
-        named = [function.__globals__.get(name) for name in function.__code__.co_names]
-        held = [*cells, *inner, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *named]
-    else:
-        held = [function]
-    return [each for each in held if isinstance(each, nn.Module)]
+        named = [function.__globals__.get(name) for name in _globals_named(function)]
+        near = [each for each in (*cells, *named) if isinstance(each, types.FunctionType)]
+        inner = [v for each in near if each.__globals__ is function.__globals__ for v in _held_inside(each, function)]
+        return [*cells, *inner, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *named]
+    return [function]
 
 
-def _held_inside(inner: types.FunctionType, outer: types.FunctionType) -> list[nn.Module]:
+def _globals_named(function: types.FunctionType) -> list[str]:
+    """Of the names in a function's code, which are those of attributes, too, the ones that it looks up as globals."""
+    return [each.argval for each in dis.get_instructions(function) if each.opname == "LOAD_GLOBAL"]
+
+
+def _held_inside(inner: types.FunctionType, outer: types.FunctionType) -> list[Any]:
     """Of a function that another one closes over, which may be that other one again."""
+    if inner is outer:
+        return []
     cells = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
-    named = [inner.__globals__.get(name) for name in inner.__code__.co_names]
-    return [each for each in (*cells, *named) if inner is not outer and isinstance(each, nn.Module)]
+    return [*cells, *(inner.__globals__.get(name) for name in _globals_named(inner))]
 
 
 def _generator(value: Any) -> Callable[[], object] | None:

@@ -67,7 +67,23 @@ def loss_function(given: Any) -> LossFunction | None:
         raise InputError(
             f"loss_fn={given!r} is no function: write loss_fn=lambda model, batch: ..., which returns the scalar loss"
         )
+    _check_arguments(given)
     return given  # type: ignore[no-any-return]
+
+
+def _check_arguments(given: Any) -> None:
+    """Check that a loss function can be called with a model and a batch."""
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # of what is written in C there may be none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise InputError(
+            f"loss_fn takes {signature}, and it is called with the model and the whole batch: write loss_fn=lambda model, batch: ..., which takes the batch "
+            "apart"
+        ) from None
 
 
 def _of_torch(given: Any) -> bool:
@@ -190,6 +206,20 @@ def check_optimizer(made: Any) -> None:
         )
 
 
+def steps_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer without a closure.
+
+    Raises:
+        InputError: its `step` takes a closure and fails without one.
+    """
+    try:
+        optimizer.step()
+    except Exception as error:
+        if "closure" not in inspect.signature(type(optimizer).step).parameters or "closure" not in str(error):
+            raise
+        raise _closure_needed(optimizer) from error
+
+
 def check_closure(made: Any) -> None:
     """Check that an optimizer steps without a closure.
 
@@ -198,10 +228,15 @@ def check_closure(made: Any) -> None:
     """
     closure = inspect.signature(type(made).step).parameters.get("closure") if made is not None else None
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise InputError(
-            f"{type(made).__name__} calls a closure that runs forward and backward again, as often as it likes, so no step of it can be planned: take an "
-            "optimizer that steps once after each backward, such as torch.optim.AdamW"
-        )
+        raise _closure_needed(made)
+
+
+def _closure_needed(optimizer: Any) -> InputError:
+    return InputError(
+        f"{type(optimizer).__name__} calls a closure that runs forward and backward again, as often as it likes, so no step of it can be planned: take an "
+        "optimizer that steps once after each backward, such as torch.optim.AdamW, or plan with optimizer=None and call engine.forward() inside your own "
+        "closure (the optimizer's own memory is then not counted)"
+    )
 
 
 def check_model(model: Any) -> None:

@@ -15,7 +15,6 @@ import torch
 from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
-from memfit.step.absent import Absent
 from memfit.step.device import device_of
 from memfit.step.loss_value import LossValue
 from memfit.step.modules import forget_modules, let_go_of_gradients
@@ -222,46 +221,3 @@ def non_finite(what: str) -> NonFiniteLossError:
         f"{what}: the step was not taken and parameters and optimizer are as before it. "
         "Look at the batch and the learning rate, or lower the latter"
     )
-
-
-def hung_on(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors in the attributes of a parameter, and in those of objects among them: bitsandbytes keeps the scales of a packed weight so (`quant_state`)."""
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-    waiting = list(vars(parameter).values())
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-        elif not callable(value) and isinstance(getattr(value, "__dict__", None), dict):
-            waiting += vars(value).values()
-    return found
-
-
-def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold as plain attributes, alone or in a list, tuple or dictionary: there before a step, and counted in it.
-
-    So are those that hang on parameters (`hung_on`).
-    """
-    known = {id(t) for t in (*model.parameters(), *model.buffers())}
-    found: list[torch.Tensor] = []
-    for parameter in model.parameters():
-        for item in hung_on(parameter):
-            if id(item) not in known:
-                known.add(id(item))
-                found.append(item)
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if name in {"_parameters", "_buffers", "_modules"}:
-                continue
-            held = value.values() if isinstance(value, dict) else value
-            for item in held if isinstance(value, (list, tuple, dict)) else (value,):
-                if isinstance(item, torch.Tensor) and id(item) not in known and not isinstance(item, Absent):
-                    known.add(id(item))
-                    found.append(item)
-    return found

@@ -1,0 +1,67 @@
+"""Tensors that are there before a step besides parameters, buffers and the batch, and count in it: the model's, and those of the loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.step.absent import Absent
+from memfit.step.attributes import values_of
+
+
+def loss_tensors(loss_fn: Callable[..., Any] | None) -> list[torch.Tensor]:
+    """Tensors that a loss function has besides its arguments, alone (class weights) and in modules (a teacher)."""
+    found: list[torch.Tensor] = []
+    for value in values_of(loss_fn):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, torch.nn.Module):
+            parameters = list(value.parameters())
+            found += [*parameters, *value.buffers(), *model_tensors(value)]
+            found += [p.grad for p in parameters if p.grad is not None]
+    return found
+
+
+def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold as plain attributes, alone or in a list, tuple or dictionary: there before a step, and counted in it.
+
+    So are those that hang on parameters (`hung_on`).
+    """
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        for item in hung_on(parameter):
+            if id(item) not in known:
+                known.add(id(item))
+                found.append(item)
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name in {"_parameters", "_buffers", "_modules"}:
+                continue
+            held = value.values() if isinstance(value, dict) else value
+            for item in held if isinstance(value, (list, tuple, dict)) else (value,):
+                if isinstance(item, torch.Tensor) and id(item) not in known and not isinstance(item, Absent):
+                    known.add(id(item))
+                    found.append(item)
+    return found
+
+
+def hung_on(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors in the attributes of a parameter, and in those of objects among them: bitsandbytes keeps the scales of a packed weight so (`quant_state`)."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = list(vars(parameter).values())
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif not callable(value) and isinstance(getattr(value, "__dict__", None), dict):
+            waiting += vars(value).values()
+    return found

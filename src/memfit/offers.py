@@ -81,7 +81,7 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
         weighting = source.weighting(freeze)
         if weighting.weights is None:
             raise SplitError(
-                f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {weighting.reason}. Leave it out, or use a model that treats samples apart'
+                f'fixed={{"micro_batches": {micro_batches}}} cannot be honoured: {weighting.reason}. Leave micro_batches out, and the batch stays whole'
             )
     links = lower_tiers.measured_links(source.here, source.machine, request)
     network = source.network

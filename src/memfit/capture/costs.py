@@ -125,7 +125,7 @@ def with_costs(
                 storages[s] = replace(storages[s], bytes=size)
                 for sizes in drawn:
                     sizes[s] = max(sizes[s], size)
-                note = f"{op.name} takes more memory than PyTorch says of it without running it (on fake tensors): the bytes measured here are used"
+                note = f"{op.name} allocates more on this computer than PyTorch's fake tensors tell: the plan counts the bytes that were measured"
                 if note not in notes:
                     notes.append(note)
     if allocation_bytes > 1:

@@ -11,6 +11,7 @@ models, which are not copied.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -173,7 +174,10 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
     """On the first samples; None where their gradient is zero."""
     few = _with_masked_labels(rows_of(sample, count))
     mode = _Deterministic()
-    with forked_generators(), indices_checked(device_of(model)):
+    with forked_generators(), indices_checked(device_of(model)), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # of one sample there is no standard deviation, which no step of the user's asks for
         try:
             (whole,) = _gradients(model, [few], loss_fn, mode)
         except Exception:  # noqa: BLE001 - the model may not take the masked labels
@@ -210,11 +214,14 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
         if difference < tolerance:
             return Splitting(weighting, difference)
     best = min(differences.values())
+    if math.isnan(best):
+        why = "gradients of a few samples are not finite: the loss takes a standard deviation over the batch, say, which one sample has none of"
+        return Splitting(None, best, why)
     return Splitting(
         None,
         best,
         f"gradients of micro-batches do not add up to the batch's (relative difference {best:.2g} with the best weights): "
-        "a layer or the loss sees the whole batch, as batch norm and contrastive losses do, or forward writes what the next forward reads",
+        "a layer or the loss mixes the samples of a batch, as batch norm, mixup and contrastive losses do, or forward writes what the next forward reads",
     )
 
 

@@ -72,5 +72,5 @@ class Found:
 
     def slower(self) -> Rejection:
         """Why it is not taken."""
-        why = f"{format_seconds(self.seconds)} a step at {format_bytes(self.solution.peak)}"
+        why = f"not faster, {format_seconds(self.seconds)} a step at {format_bytes(self.solution.peak)}"
         return Rejection(named(self.candidate, self.number), Reason.SLOWER, why)

@@ -105,8 +105,18 @@ class Plan:
             "rejected": list(self.rejected),
         }
 
+    def __repr__(self) -> str:
+        """In one line: all of its fields are as long as the step has operations."""
+        fits = f"{format_bytes(self.prediction.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak"
+        parts = self.choices.micro_batches
+        return f"<Plan: {fits}, {parts} micro-batch{'es' if parts > 1 else ''}; print(plan) tells more>"
+
+    def __str__(self) -> str:
+        """As `explain` says it."""
+        return self.explain()
+
     def explain(self) -> str:
-        """The plan in words, for a person."""
+        """The plan in words, for a person; `print(plan)` prints it, too."""
         p = self.prediction
         used = [(BY_NAME[name], setting) for name, setting in self.choices.techniques]
         changed = [technique.results(setting) for technique, setting in used]
@@ -120,7 +130,7 @@ class Plan:
         longer = ""
         as_plain = self.script.plain and self.choices.micro_batches == 1 and not used
         if as_plain and not p.ranks and p.step_seconds > p.plain_step_seconds:
-            longer = " Nothing is dropped; the difference is what memfit notes to undo a step that fails."
+            longer = " Nothing is dropped; the difference is the time that memfit takes so that a step that fails can be undone."
         lines = [
             (
                 f"Fits: {format_bytes(p.peak_bytes)} of {format_bytes(self.budget_bytes)} at the peak"

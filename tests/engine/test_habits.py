@@ -532,3 +532,32 @@ def test_what_a_loss_function_holds_is_predicted_and_measured(fraction: float, h
     engine.step(rows())
     assert engine.step(rows(), meter=True).peak_bytes == plan.prediction.peak_bytes
     assert memfit.measure(layers(), rows(), losses[held], adamw).peak_bytes == plan.prediction.plain_peak_bytes
+
+
+def test_layers_that_are_freed_between_steps_are_told_and_planned_for_when_fitted_again() -> None:
+    model, plain = layers(), layers()
+    for each in (model, plain):
+        each[0].requires_grad_(requires_grad=False)
+    engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1})
+    optimizer = torch.optim.SGD(plain.parameters())
+
+    def steps(engine: memfit.Engine) -> None:
+        torch.manual_seed(5)
+        engine.step(rows())
+        torch.manual_seed(5)
+        squares(plain, rows()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps(engine)
+    for each in (model, plain):
+        each[0].requires_grad_(requires_grad=True)
+    before = [p.detach().clone() for p in model[0].parameters()]
+    told = "2 parameters are trained from here on that were not, and 0 no longer"
+    with pytest.warns(UserWarning, match=told) as warned:
+        engine.step(rows())
+    assert warned[0].filename == __file__
+    assert all(map(torch.equal, model[0].parameters(), before))  # the optimizer was not given it
+    model.load_state_dict(plain.state_dict())
+    steps(memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1}))
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))

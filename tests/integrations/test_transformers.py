@@ -238,6 +238,32 @@ def test_a_loss_outside_of_the_model_is_followed_too(trainer: Make) -> None:
     assert not any(record.divergences for record in fitted.engine.records)
 
 
+class Distilling(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """With the signature that transformers' documentation shows for a loss of one's own."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.teacher(**inputs).logits
+        loss = outputs.loss + nn.functional.mse_loss(outputs.logits, wanted)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_ones_own_may_take_what_else_there_is_as_keywords(trainer: Make) -> None:
+    def distilling() -> Any:
+        made = trainer(classifier(), kind=Distilling)
+        made.teacher = classifier().eval().requires_grad_(requires_grad=False)
+        return made
+
+    plainly = distilling()
+    plainly.train()
+    inside = distilling()
+    memfit.transformers.fit(inside, "1GiB", fixed={"micro_batches": 1})
+    inside.train()
+    assert logged(inside) == logged(plainly)
+    assert inside.evaluate(inside.train_dataset)["eval_loss"] == plainly.evaluate(plainly.train_dataset)["eval_loss"]
+
+
 def test_bf16_is_planned_for_as_accelerate_runs_it(trainer: Make) -> None:
     plainly = trainer(language_model(), bf16=True)
     plainly.train()

@@ -6,6 +6,7 @@ makes a step whole or not at all (`transaction`), how micro-batches add up (`acc
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,7 +40,7 @@ from memfit.step.device import device_of
 from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.guard import Deciding
 from memfit.step.held_tensors import loss_tensors, model_tensors
-from memfit.step.modules import forget_modules, let_go_of_gradients, remembering_modules
+from memfit.step.modules import forget_modules, let_go_of_gradients, remembering_modules, trained_parameters
 from memfit.step.other_kernels import CompileWatch
 from memfit.step.program import StepProgram, state_tensors
 from memfit.storage.tiers import nearest_tier
@@ -107,6 +108,7 @@ class Engine:
         self.stream = stream
         self.folder = folder
         self.planner: Callable[[Batch], Plan] | None = None
+        self._trained: frozenset[int] | None = None
         self.learner: Learner | None = None
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
@@ -295,6 +297,18 @@ class Engine:
         """A step begins as after `zero_grad`: the loss of another model (a GAN's generator) may have left gradients here, for which no plan has memory."""
         if self.sharded is None:  # there gradients lie in what is sent to other ranks
             let_go_of_gradients(self.model)
+            self._notice_what_is_trained()
+
+    def _notice_what_is_trained(self) -> None:
+        """Warn where layers have been frozen or freed since the first step."""
+        trained = trained_parameters(self.model)
+        before, self._trained = self._trained, trained
+        if before is not None and before != trained:
+            warnings.warn(
+                f"{len(trained - before)} parameters are trained from here on that were not, and {len(before - trained)} no longer: steps may be above the "
+                "budget, and the optimizer updates only what it was made with. Call memfit.fit again with this model",
+                stacklevel=4,
+            )
 
     def _refuse_compiled(self) -> None:
         self._compile_watch.check(self.model, self.loss_fn, self.optimizer, first=not self.records)

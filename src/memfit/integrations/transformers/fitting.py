@@ -297,7 +297,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
     ) -> Any:
         """Trainer's own, inside the engine when training."""
         if not model.training or not torch.is_grad_enabled():
-            return self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+            return self._own_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs)
         batch = inputs if num_items_in_batch is None else {**inputs, ITEMS: torch.as_tensor(num_items_in_batch)}
         self._check(batch, self.plan.choices.micro_batch_size)
         self._losses_taken += 1
@@ -305,7 +305,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
             self._tell_of_several()
         weight = self._weights[self._place] if 0 <= self._place < len(self._weights) else 1.0
         with self._following():
-            found = self._own_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+            found = self._own_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs)
         loss, outputs = found if return_outputs else (found, None)
         if weight == 0.0:  # nothing in it counts: a mean of nothing is 0/0
             # Other ranks wait for the gradients of this one, which are zero.

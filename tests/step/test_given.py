@@ -19,6 +19,10 @@ pytestmark = [
 ]
 
 
+transformers = pytest.importorskip("transformers")
+lightning = pytest.importorskip("lightning")
+
+
 class Sharp(torch.optim.SGD):
     """As people write sharpness-aware minimization: the closure may be left out, but for what the code says then."""
 
@@ -110,6 +114,8 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
         ({"optimizer": lambda p: [torch.optim.SGD(p), torch.optim.SGD(p)]}, "optimizer gave a list of 2"),
         ({"model": [classifier(), classifier()]}, "the model is a list of 2, and a step trains one: .* plan each of them on its own"),
         ({"model": nn.Linear}, r"the model is the class Linear: give a module, made by Linear\(\.\.\.\)"),
+        ({"model": object.__new__(transformers.Trainer)}, r"call memfit.transformers.fit\(trainer, budget=...\)"),
+        ({"model": object.__new__(lightning.Trainer)}, r"callbacks=\[memfit.lightning.FitToMemory\(budget=...\)\]"),
         ({"model": "gpt2"}, "the model is the text 'gpt2': .*memfit estimate FOLDER"),
         ({"model": batch(), "sample": classifier()}, "the model is tuple: .* the arguments are model, sample, loss_fn"),
         ({"sample": (16, 8)}, r"if they are its shape, give torch.zeros\(16, 8\)"),

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     shared.add_argument("--debug", action="store_true", help="show where an error comes from")
     top = _Parser(prog="memfit", description=_DESCRIPTION, epilog=_STATUS)
     top.add_argument("--version", action="version", version=f"memfit {__version__}")
-    verbs = top.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True)
+    verbs = top.add_subparsers(title="commands", dest="verb", metavar="COMMAND", required=True)
     for verb in _VERBS:
         verb.add(verbs, shared)
     return top

@@ -48,7 +48,7 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--few-blocks",
         action="store_true",
-        help="with --devices: predict bytes and seconds from captures of a few of the model's blocks, with nothing and every block recomputed and two ways "
+        help="with --devices: predict bytes and seconds from a few of the model's blocks, with no block recomputed, with every block, and two choices "
         "between; for models and clusters of any size. Without a budget each device has all of its memory",
     )
     parser.add_argument(

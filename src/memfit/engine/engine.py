@@ -304,9 +304,10 @@ class Engine:
         trained = trained_parameters(self.model)
         before, self._trained = self._trained, trained
         if before is not None and before != trained:
+            more, fewer = len(trained - before), len(before - trained)
             warnings.warn(
-                f"{len(trained - before)} parameters are trained from here on that were not, and {len(before - trained)} no longer: steps may be above the "
-                "budget, and the optimizer updates only what it was made with. Call memfit.fit again with this model",
+                f"{more} parameters are trained from here on that were not, and {fewer}"
+                " no longer: steps may be above the budget, and the optimizer updates only what it was made with. Call memfit.fit again with this model",
                 stacklevel=4,
             )
 

@@ -260,6 +260,13 @@ def check_model(model: Any) -> None:
             f"the model is {_form(model)}, and a step trains one: put them into one torch.nn.Module whose loss_fn runs them all, or, where each has an "
             "optimizer of its own (a GAN), plan each of them on its own"
         )
+    whose = {base.__module__.split(".")[0] for base in type(model).__mro__ if base.__name__ == "Trainer"}
+    if "transformers" in whose:
+        raise InputError("the model is a Trainer of transformers: call memfit.transformers.fit(trainer, budget=...)")
+    if whose & {"lightning", "pytorch_lightning"}:
+        raise InputError(
+            "the model is a Trainer of Lightning: write Trainer(..., callbacks=[memfit.lightning.FitToMemory(budget=...)])"
+        )
     hint = "; the arguments are model, sample, loss_fn, budget, optimizer, in this order" if _is_batch(model) else ""
     raise InputError(f"the model is {type(model).__name__}: give a torch.nn.Module{hint}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +377,18 @@ def test_layers_of_bitsandbytes_own_are_trained_as_they_are_and_their_scales_cou
     assert record.peak_bytes == plan.prediction.peak_bytes
     assert isinstance(model[0].base.weight, bitsandbytes.nn.Params4bit)  # type: ignore[union-attr]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+QUIET = """
+import torch
+import memfit
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+model[0].requires_grad_(False)
+memfit.plan(model, torch.ones(4, 64), lambda model, x: model(x).mean(), "1GiB", "AdamW", fixed={"micro_batches": 1})
+"""
+
+
+def test_planning_beside_frozen_weights_says_nothing_of_kernels_that_bitsandbytes_lacks() -> None:
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=True)
+    assert "gemm" not in done.stderr + done.stdout

@@ -28,6 +28,7 @@ from memfit.progress import Progress, tell
 from memfit.ranks import check_world, fit_together, refuse_one_device
 from memfit.rehearsal import rehearse, rehearsed
 from memfit.remedies.search import with_ways_out
+from memfit.sharding.ways import refuse_wrapped
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
 from memfit.step.given import check_closure, check_sample, loss_function
@@ -106,6 +107,7 @@ def plan(
     """
     topology = None
     if devices not in _ONE_DEVICE:
+        refuse_wrapped(model)
         here = machine_of(model, device)
         topology = several_devices(devices, here)
         device = device if topology.devices[0].name == here.name else topology.devices[0].name
@@ -345,6 +347,7 @@ def fit(
     if devices not in _ONE_DEVICE:
         if fabric is not None:
             raise InputError("devices and fabric do not go together: Fabric launches and wraps the ranks itself")
+        refuse_wrapped(model)
         check_world(len(several_devices(devices, machine_of(model, None)).devices))
         arguments: dict[str, Any] = {
             "host_budget": host_budget,

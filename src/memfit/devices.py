@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from memfit.techniques.sharding import (
     is_one_unit,
     is_pipeline,
     setting_of,
+    way_of,
 )
 from memfit.techniques.technique import listed
 from memfit.units import format_budget, format_bytes, format_seconds, parse_bytes
@@ -40,6 +42,20 @@ from memfit.values.request import Budget, Request
 
 # What shares out less sends less and is closer to one device; more of it must make a step faster by this factor.
 WORTH_MORE: Final = 1.01
+# What the ways are called elsewhere, without signs between letters and numbers.
+_ELSEWHERE: Final = {
+    "ddp": "data",
+    "dp": "data",
+    "dataparallel": "data",
+    "noshard": "data",
+    "shardgradop": "zero2",
+    "fsdp": "zero3",
+    "fsdp2": "zero3",
+    "fullshard": "zero3",
+    "pp": "pipeline",
+    **{stage.format(n): f"zero{n}" for n in (1, 2, 3) for stage in ("{}", "zero{}", "stage{}")},
+    **{each: each for each in PIPELINES},
+}
 CLAIMS: Final = 8  # tries of what a pipeline says that it needs
 
 
@@ -175,11 +191,18 @@ def _ways(asked: str, ranks: int, *, one_unit: bool) -> tuple[str, ...]:
         ranks: of all devices.
         one_unit: under ZeRO 2 the whole model as one unit is weighed beside gathering it block by block.
     """
-    if is_one_unit(asked):
-        return (setting_of(ONE_UNIT, ranks),)
     way = asked.partition("/")[0].partition("+")[0]
     if way and way not in (*WAYS, *PIPELINES, ANY_PIPELINE):
-        raise InputError(f"fixed sharding={asked!r}: there is {listed((*WAYS, *PIPELINES, ANY_PIPELINE))}")
+        known = _ELSEWHERE.get(re.sub(r"[^a-z0-9]", "", way.lower()))
+        meant = "" if known is None else f"; memfit's name for {way} is {known!r}"
+        raise InputError(f"fixed sharding={asked!r}: there is {listed((*WAYS, *PIPELINES, ANY_PIPELINE))}{meant}")
+    whole = is_one_unit(asked)
+    if way in WAYS and "/" in asked and way_of(asked)[1] != ranks:
+        raise InputError(
+            f"fixed sharding={asked!r}: {ranks} devices make {setting_of(ONE_UNIT if whole else way, ranks)!r}"
+        )
+    if whole:
+        return (setting_of(ONE_UNIT, ranks),)
     found = [each for each in WAYS if way in {"", each}]
     if one_unit and "zero2" in found and "/" not in asked:
         found.insert(found.index("zero2"), ONE_UNIT)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -165,3 +168,83 @@ def undivided(
         losses.append(loss)
         skipped.append(scaler.get_scale() < scale)
     return Trained(losses, gradients, steps.whole(model), skipped, scaler.get_scale() if precision == "fp16" else None)
+
+
+class Choosing(nn.Module):
+    """Leaves out the block that its batch names (3: none), and takes the head that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+        self.first, self.second, self.unused = nn.Linear(32, 8), nn.Linear(32, 8), nn.Linear(8, 8)
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        x, left_out, head = batch
+        for number, block in enumerate(self.blocks):
+            if number != int(left_out[0]):
+                x = x + block(x)
+        found: Tensor = (self.second if int(head[0]) else self.first)(x)
+        return found
+
+
+def choosing(left_out: Sequence[int] = (3, 3), head: Sequence[int] = (0, 0)) -> steps.Built:
+    """A batch of which each of two ranks' parts names a block and a head."""
+    torch.manual_seed(0)
+    named = (torch.tensor(each).repeat_interleave(4) for each in (left_out, head))
+    return Choosing(), (torch.randn(8, 32), *named), lambda model, batch: model(batch).square().mean()
+
+
+# The same on both ranks, then others, then the same again.
+CHOICES = {
+    "whole": (((3, 3), (0, 0)), ((3, 1), (0, 1)), ((1, 1), (1, 1))),
+    "blocks": (((3, 3), (0, 0)), ((3, 3), (0, 1)), ((1, 1), (1, 1))),
+}
+
+
+def decayed(parameters: Any) -> torch.optim.Optimizer:
+    """What has no gradient stays as it is; with a gradient of zeros it would shrink."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def chosen(rank: int, plans: Sequence[tuple[dict[str, Any], str]]) -> list[list[Tensor]]:
+    """Parameters after the steps of `CHOICES`, for each plan and its kind."""
+    found = []
+    for data, kind in plans:
+        model, _, loss_fn = choosing()
+        engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, decayed)
+        assert engine.sharded is not None
+        for named in CHOICES[kind]:
+            engine.step(steps.part_of(choosing(*named)[1], rank, 2))
+        found.append(steps.whole(model))
+        engine.sharded.close()
+    return found
+
+
+def chosen_by_one(kind: str) -> list[Tensor]:
+    """The same in one process of plain PyTorch, which runs the ranks' parts one after the other."""
+    model, _, loss_fn = choosing()
+    stepper = decayed(model.parameters())
+    for named in CHOICES[kind]:
+        for rank in range(2):
+            (loss_fn(model, steps.part_of(choosing(*named)[1], rank, 2)) / 2).backward()
+        stepper.step()
+        stepper.zero_grad()
+    return steps.whole(model)
+
+
+def other_blocks(rank: int, plan: dict[str, Any]) -> str:
+    """What is said where one rank leaves out a block under a plan that gathers each by itself; the other one waits until this one has ended."""
+    from memfit.ranks import join_group
+    from memfit.sharding import unit_calls
+
+    join_group(torch.device("cpu"))
+    pytest.MonkeyPatch().setattr(unit_calls, "PATIENCE", timedelta(seconds=1))
+    model, sample, loss_fn = choosing(left_out=(3, 1))
+    engine = memfit.apply(memfit.Plan.from_json(plan), model, loss_fn, decayed)
+    try:
+        engine.step(steps.part_of(sample, rank, 2))
+    except (memfit.EngineError, RuntimeError) as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""

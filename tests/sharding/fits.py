@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,3 +126,36 @@ def commanded(rank: int, folder: str, *arguments: str) -> tuple[int, str]:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return status, told.getvalue()
+
+
+def saved(rank: int, ranks: int, ways: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """For each way what a script saves after a fit."""
+    found = []
+    for way in ways:
+        model, sample, loss_fn = steps.chain()
+        own = steps.part_of(sample, rank, ranks)
+        engine = memfit.fit(model, own, loss_fn, "1MiB", small.adamw, devices=ranks, fixed={"sharding": way})
+        found.append(engine.state_dict())
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def looped(rank: int, ranks: int, ways: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """For each way the weights after three steps of a loop that is the script's own, with clipping."""
+    found = []
+    for way in ways:
+        model, sample, loss_fn = steps.chain()
+        own = steps.part_of(sample, rank, ranks)
+        fixed = {"sharding": way, "micro_batches": 1}
+        engine = memfit.fit(model, own, loss_fn, "1MiB", steps.sgd, devices=ranks, fixed=fixed)
+        assert engine.optimizer is not None
+        for _ in range(3):
+            with engine.forward():
+                loss = loss_fn(model, own)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        found.append(engine.state_dict())
+    torch.distributed.destroy_process_group()
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
 import memfit
 import small
+from memfit.capture.process_group import fake_mesh
 from memfit.hardware.machine import known_machine
 from memfit.hardware.network import ASSUMED_BANDWIDTH, ASSUMED_LATENCY_SECONDS, collective_seconds, devices_of
 from memfit.hardware.topology import PeerLink, Topology
 from memfit.planning import planning_of
 from memfit.sharding.roles import fullest, roles_of
-from memfit.techniques.sharding import setting_of, way_of
+from memfit.techniques.sharding import ONE_UNIT, setting_of, way_of
 from sharding import steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -209,6 +212,12 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
         planned(Topology((HERE, replace(HERE, memory_bytes=1 << 30))), budget="50%")
     with pytest.raises(memfit.InputError, match="there is 'data', 'zero1', 'zero2', 'zero3'"):
         planned(2, fixed={"sharding": "zero4"})
+    for elsewhere, here in (("fsdp", "zero3"), ("DDP", "data"), (3, "zero3"), ("ZeRO-2", "zero2"), ("1F1B", "1f1b")):
+        with pytest.raises(memfit.InputError, match=f"memfit's name for {elsewhere} is '{here}'"):
+            planned(2, fixed={"sharding": elsewhere})
+    for other in ("zero2", ONE_UNIT):
+        with pytest.raises(memfit.InputError, match=re.escape(f"2 devices make '{other}/2'")):
+            planned(2, fixed={"sharding": f"{other}/4"})
     with pytest.raises(memfit.InputError, match="of 2 ranks the last one is 1"):
         way_of("zero3/2@2")
     plan = planned(2, fixed={"sharding": "data", "micro_batches": 1})
@@ -224,3 +233,14 @@ def test_named_devices_are_planned_for_as_they_are_and_told() -> None:
     told = plan.explain()
     assert "at the peak of the fullest of 2 devices, " in told
     assert "each of the 2 devices is taken to be such as h100, with 80.0 GiB" in told
+
+
+def test_a_model_that_another_engine_shares_out_is_refused_before_it_sends_anything() -> None:
+    sample = small.rows(8)
+    with fake_mesh("data/2", "cpu") as mesh:
+        wrapped = nn.parallel.DistributedDataParallel(small.chain(2), process_group=mesh.get_group())
+        sharded: Any = fully_shard(small.chain(2), mesh=mesh)
+        for model, engine in ((wrapped, "DistributedDataParallel"), (nn.Sequential(sharded), "fully_shard")):
+            for planned_or_fitted in (memfit.plan, memfit.fit):
+                with pytest.raises(memfit.InputError, match=f"is shared out by {engine} already, and memfit shares"):
+                    planned_or_fitted(model, sample, small.squared_error, "1GiB", small.adamw, devices=2)

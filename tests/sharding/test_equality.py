@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import memfit
 from memfit.techniques.sharding import ONE_UNIT, WAYS, setting_of
 from sharding import equality, steps
 from sharding.equality import Trained
@@ -159,3 +160,29 @@ def test_a_list_of_batches_is_a_step_of_all_of_them_on_several_ranks() -> None:
                 assert mine is not None
                 assert theirs is not None
                 assert torch.equal(mine, theirs)
+
+
+def choosing_plan(way: str) -> dict[str, Any]:
+    model, sample, loss_fn = equality.choosing()
+    fixed = {"sharding": setting_of(way, 2), "micro_batches": 1}
+    own = steps.part_of(sample, 0, 2)
+    return memfit.plan(model, own, loss_fn, 1 << 40, equality.decayed, fixed=fixed).to_json()
+
+
+def test_a_parameter_that_one_rank_alone_has_used_gets_its_gradient_and_one_of_none_stays() -> None:
+    """Each rank sends what it has a gradient of, so those of different parameters were added up, or messages of different sizes met."""
+    ways = [(ONE_UNIT, "whole"), ("zero2", "blocks"), ("zero3", "blocks")]
+    plans = [(choosing_plan(way), kind) for way, kind in ways]
+    expected = [equality.chosen_by_one(kind) for _, kind in ways]
+    for of_rank in on_ranks(2, equality.chosen, plans):
+        for found, whole, way in zip(of_rank, expected, ways, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True)), way
+
+
+def test_a_rank_that_calls_other_blocks_than_another_is_named_where_each_is_gathered_by_itself() -> None:
+    first, last = on_ranks(2, equality.other_blocks, choosing_plan("zero3"), joined=False)
+    assert (
+        "in this forward rank 1 calls blocks.2 where rank 0 calls blocks.1: all ranks have to call the same blocks"
+        in last
+    )
+    assert "closed" in first or "reset" in first

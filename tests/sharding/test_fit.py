@@ -37,6 +37,25 @@ def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
         assert told == pytest.approx(losses, rel=1e-5)
 
 
+def test_the_first_rank_saves_the_whole_model_under_any_way() -> None:
+    """`model.state_dict()` has shards under ZeRO 2 and 3, and of a pipeline a stage."""
+    model, sample, loss_fn = steps.chain()
+    alone = memfit.apply(memfit.plan(model, sample, loss_fn, "1GiB", small.adamw), model).state_dict()
+    first, other = on_ranks(2, fits.saved, 2, ["zero1", "zero3", "1f1b"], joined=False)
+    assert other == [{}] * 3
+    for found in first:
+        assert found.keys() == alone.keys()
+        assert all(type(value) is torch.Tensor and torch.equal(value, alone[name]) for name, value in found.items())
+
+
+def test_a_loop_of_the_scripts_own_trains_under_every_way() -> None:
+    """Under ZeRO 2 and 3 gradients stayed with the model's parameters, and the optimizer, which steps their shards, saw none."""
+    _, parameters = steps.alone(steps.chain, "sgd", clip_norm=0.1)
+    first, _ = on_ranks(2, fits.looped, 2, ["data", "zero1", "zero2", "zero3"], joined=False)
+    for found in first:
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found.values(), parameters, strict=True))
+
+
 @pytest.mark.parametrize(
     ("way", "extra"),
     [({"sharding": "zero1", "micro_batches": 1}, 2000), ({"sharding": "1f1b", "micro_batches": 2}, 4000)],

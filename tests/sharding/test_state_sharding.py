@@ -44,3 +44,12 @@ def test_an_optimizer_of_nothing_steps() -> None:
     optimizer = torch.optim.AdamW(something([]), fused=True)
     optimizer.step()
     assert not optimizer.state
+
+
+def test_a_schedule_that_moves_momentum_finds_it() -> None:
+    with fake_group(RANKS, 0) as group:
+        shared = sharded_state(made(), group, lambda one: one)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(shared, max_lr=0.5, total_steps=10)
+        of_one = torch.optim.lr_scheduler.OneCycleLR(made(), max_lr=0.5, total_steps=10)
+    assert schedule.get_last_lr() == of_one.get_last_lr()
+    assert [g["betas"] for g in shared.param_groups] == [g["betas"] for g in of_one.optimizer.param_groups]

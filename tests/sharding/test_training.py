@@ -12,7 +12,7 @@ import memfit
 import small
 from memfit import api
 from memfit.planner.solvers import SLACK_BYTES
-from memfit.sharding.agreement import IN_A_STEP
+from memfit.sharding.agreement import IN_A_STEP, OF_SHARDS
 from memfit.techniques.sharding import ONE_UNIT, WAYS, setting_of
 from sharding import steps
 from sharding.ranks import on_ranks
@@ -173,7 +173,7 @@ def test_ranks_agree_as_often_in_many_micro_batches_as_in_one() -> None:
         for parts in (1, 4)
     ]
     for of_rank in on_ranks(2, steps.messages, plans, steps.chain):
-        assert of_rank == [IN_A_STEP] * len(plans)
+        assert of_rank == [IN_A_STEP] * 2 + [IN_A_STEP + OF_SHARDS] * 2
 
 
 def half_of_chain() -> steps.Built:

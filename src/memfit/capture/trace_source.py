@@ -33,6 +33,7 @@ from memfit.capture.timing import processor_clock
 from memfit.hardware.machine import Capability, Machine, known_machine
 from memfit.hardware.topology import Topology
 from memfit.progress import Progress, tell
+from memfit.sharding.agreement import IN_A_STEP, OF_SHARDS
 from memfit.step.device import device_of
 from memfit.step.given import check_sample, loss_function, optimizer_factory
 from memfit.step.held_tensors import loss_tensors, model_tensors
@@ -220,7 +221,9 @@ class TraceSource:
                 sharing * each for each in (between, followed, recomputed, noted, counting)
             )
             if trace.choices.sharding:
-                noted += agreeing_seconds(network, tuple(range(way_of(trace.choices.sharding)[1])))
+                way, ranks, _ = way_of(trace.choices.sharding)
+                messages = IN_A_STEP + (OF_SHARDS if way in {"zero2", "zero3"} else 0)
+                noted += agreeing_seconds(network, tuple(range(ranks)), messages)
 
         def completed(path: Trace) -> Trace:
             return replace(

@@ -179,7 +179,8 @@ class Engine:
     def gathered(self, *, on_host: bool = False, changed: bool = True) -> AbstractContextManager[nn.Module]:
         """Inside the block the model has all its parameters and the optimizer all its state; outside of it, streamed layers are offloaded.
 
-        For `state_dict`, for loading, for inspecting parameters; takes as many bytes as the model does in plain PyTorch.
+        For `state_dict`, for loading, for inspecting parameters; takes as many bytes as the model does in plain PyTorch. What several ranks share out stays so:
+        `Engine.state_dict` puts it together.
 
         Args:
             on_host: bring offloaded tensors to host memory, not to the device; then the model can be saved or loaded, not called.
@@ -190,6 +191,16 @@ class Engine:
             if self.stream is not None
             else nullcontext(self.model)
         )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's state dict with whole tensors in host memory, under any plan. On several ranks all have to call it, and rank 0 alone gets it."""
+        if self.sharded is not None:
+            return self.sharded.whole()
+        with self.gathered(on_host=True, changed=False) as model:
+            return {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                for name, value in model.state_dict().items()
+            }
 
     def evaluating(self) -> AbstractContextManager[nn.Module]:
         """The model for calls without gradients; streamed layers are loaded to the device one by one as they are called."""

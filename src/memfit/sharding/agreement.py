@@ -14,6 +14,7 @@ Told = TypeVar("Told")
 # Messages of a few numbers in each step: of data parallelism and ZeRO what the batch of each rank counts for, and its loss; of a pipeline whether shapes are as
 # before, and the loss.
 IN_A_STEP: Final = 2
+OF_SHARDS: Final = 1  # more under ZeRO 2 and 3: whether a rank has used no parameter that others may have used
 
 
 class Agreement:
@@ -23,6 +24,10 @@ class Agreement:
         group: of all ranks.
         device: on which the ranks compute. Messages lie there only where the group sends nothing from the host's memory: on a GPU they would take bytes that
             are in no prediction, and wait for its kernels.
+
+    Attributes:
+        rank: this process's own.
+        real: there are others; in a capture there are none.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -31,6 +36,7 @@ class Agreement:
         device = host if host in group._device_types else device
         self._group = group
         self.rank = group.rank()
+        self.real = dist.get_backend(group) != dist.Backend.FAKE
         # Made once: a backend's own thread may hold what it sends a little longer than the step does.
         self._word = torch.zeros((), dtype=torch.int64, device=device)
         self._value = torch.zeros((), dtype=torch.float64, device=device)
@@ -96,6 +102,16 @@ class Agreement:
         """The lowest rank that is concerned; None where none is."""
         found = -self._reduced(-self.rank if concerned else -self._group.size(), dist.ReduceOp.MAX)
         return None if found == self._group.size() else found
+
+    def said_by_all(self, own: Sequence[bool]) -> list[bool]:
+        """Which of these every rank says, of as many on each; where none says any, that takes one message. In a capture all say the same."""
+        if not self.real:
+            return list(own)
+        if not self.largest(int(any(own))):
+            return [False] * len(own)
+        said = torch.tensor(own, dtype=torch.uint8, device=self._word.device)
+        dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group)
+        return [bool(each) for each in said.tolist()]
 
     def _reduced(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
         self._word.fill_(number)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from memfit.errors import InputError
 from memfit.sharding.sharded import OptimizerFactory, ShardedModel
+from memfit.sharding.unit_calls import UnitCalls
 from memfit.techniques.layer_streaming.blocks import repeated_blocks
 
 
@@ -42,7 +43,9 @@ class FullySharded(ShardedModel):
     ) -> None:
         super().__init__(model, group)
         self._classes = {module: type(module) for module in model.modules()}
-        for path in () if one_unit else units(model):
+        self._used: set[nn.Parameter] = set()  # by this rank, in a step
+        found = () if one_unit else units(model)
+        for path in found:
             fully_shard(model.get_submodule(path), mesh=mesh, reshard_after_forward=reshards)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         # The first time that parameters are gathered makes what holds them: before the first step, so that it is like all others.
@@ -50,9 +53,33 @@ class FullySharded(ShardedModel):
             if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()
+                for unit in _groups(module):
+                    self._reduce_what_has_no_gradient(unit)
         self._shards = {name: _local(p) for name, p in model.named_parameters()}
+        self._unit_calls = UnitCalls(model, found, group) if found and self.agreement.real else None
         # After the hook in which torch gathers.
         self._hooks = [model.register_forward_pre_hook(self._let_go_of_buffer)] if one_unit else []
+
+    def _reduce_what_has_no_gradient(self, unit: Any) -> None:
+        """Send zeros for it beside the others of its unit: torch reduces what has a gradient here, and another rank may have used other parameters.
+
+        Where nothing in a unit has a gradient yet, torch has called this for one of several uses, or in a backward inside the loss.
+        """
+        reduce = unit.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            if unit.reduce_grads:
+                trained = [each for each in unit.fsdp_params if each.unsharded_param.requires_grad]
+                used = [
+                    p for p in trained if p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None
+                ]
+                self._used.update(each.sharded_param for each in used)
+                for each in trained if used else ():
+                    if each not in used:
+                        each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+            reduce(*unused)
+
+        unit.post_backward = post_backward
 
     def _let_go_of_buffer(self, *_: Any) -> None:
         """Of the only all-gather. torch holds each until the next or the end of forward, so that sending one may overlap with copying from the other."""
@@ -124,7 +151,14 @@ class FullySharded(ShardedModel):
         self, make: OptimizerFactory, arrange: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
         """The user's, over the shards."""
-        return arrange(make(iter(self.trainable())))
+        made = arrange(make(iter(self.trainable())))
+        made.register_step_pre_hook(lambda *_: self._collect_if_left())
+        return made
+
+    def _collect_if_left(self) -> None:
+        """In a loop of the user's own nothing has called `collect` by the time of the update; what is left is alike on all ranks."""
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            self.collect()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -137,11 +171,14 @@ class FullySharded(ShardedModel):
             yield
 
     def collect(self) -> None:
-        """Hand the shards' gradients over."""
-        for name, parameter in self.model.named_parameters():
-            shard = self._shards[name]
+        """Hand the shards' gradients over. What no rank has used has none, as in plain PyTorch: an optimizer leaves it as it is."""
+        named = dict(self.model.named_parameters())
+        zeros = [parameter.grad is not None and parameter not in self._used for parameter in named.values()]
+        unused = self.agreement.said_by_all(zeros)
+        self._used.clear()
+        for (name, parameter), by_none in zip(named.items(), unused, strict=True):
             if parameter.grad is not None:
-                shard.grad = _plain(parameter.grad)
+                self._shards[name].grad = None if by_none else _plain(parameter.grad)
                 parameter.grad = None
 
     def clip(self, norm: float) -> torch.Tensor:
@@ -172,6 +209,8 @@ class FullySharded(ShardedModel):
         """Take the hooks and classes of `fully_shard` off the model."""
         for hook in self._hooks:
             hook.remove()
+        if self._unit_calls is not None:
+            self._unit_calls.close()
         unsharded(self._classes)
 
 

@@ -31,7 +31,10 @@ def sharded_state(made: torch.optim.Optimizer, group: dist.ProcessGroup, arrange
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         groups = [{**group, "params": list(group["params"])} for group in made.param_groups]
-        return ZeroRedundancyOptimizer(groups, optimizer_class=_like(made, arrange), process_group=group)  # type: ignore[arg-type]
+        sharded = ZeroRedundancyOptimizer(groups, optimizer_class=_like(made, arrange), process_group=group)  # type: ignore[arg-type]
+    # torch leaves out what it was not given by name, and a schedule looks there for what it is to move (OneCycleLR for momentum or betas).
+    sharded.defaults.update(made.defaults)
+    return sharded
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,14 @@ from memfit.techniques.sharding import is_one_unit, way_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# Classes of torch by name, as some of them take long to import.
+_WRAPPERS: Final = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+}
 
 
 def group_of(setting: str) -> dist.ProcessGroup:
@@ -51,6 +59,21 @@ def follow_device(device: torch.device) -> None:
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a model that another engine shares out: its messages would meet those of memfit's own, or those of ranks that only wait for the plan.
+
+    Raises:
+        InputError: it is one, or a part of it is.
+    """
+    for path, module in model.named_modules():
+        engine = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if engine is not None:
+            raise InputError(
+                f"{path or 'the model'} is shared out by {_WRAPPERS[engine]} already, and memfit shares the model out itself: hand it over as it was before; "
+                f'fixed={{"sharding": ...}} says which way, "data" for DistributedDataParallel and "zero3" for FSDP'
+            )
 
 
 def mesh_of(group: dist.ProcessGroup, device_type: str, name: str | None = None) -> DeviceMesh:

@@ -245,7 +245,7 @@ def _train(config: Config, assembly: Assembly, engine: Engine, snapshot: Snapsho
     if outcome.signal is not None:
         return Result(outcome, engine.plan, out, None, None, rank)
     if engine.sharded is not None:
-        whole = engine.sharded.whole()
+        whole = engine.state_dict()
         engine.sharded.close()
         model = _save_model(config, engine.model, whole) if writes else None
     else:

@@ -25,6 +25,7 @@ class RaggedRows:
     def gather(self, rows: Any) -> tuple[Any, Any]:
         """The values of these rows, and for each value the position in `rows` it belongs to."""
         counts = self.counts[rows]
-        owners = np.repeat(np.arange(len(rows)), counts)
-        within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return self.values[self.starts[rows][owners] + within], owners
+        owners = np.arange(len(rows)).repeat(counts)
+        # Where the values of a row begin, less where they begin among those gathered.
+        shifts = self.starts[rows] - (counts.cumsum() - counts)
+        return self.values[shifts[owners] + np.arange(len(owners))], owners

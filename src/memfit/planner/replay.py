@@ -30,15 +30,11 @@ class Move:
         removed: slots of these recomputations, and of those whose results nothing uses without them.
         changes: (first slot, last slot + 1, change in bytes), in order.
         seconds: that the removed recomputations took.
-        depends_on: storages whose live intervals this was computed from.
-        removals: how many moves had been applied before it was computed.
     """
 
     removed: set[int]
     changes: list[tuple[int, int, int]]
     seconds: float
-    depends_on: set[int]
-    removals: int
 
 
 class Replay:
@@ -81,8 +77,7 @@ class Replay:
         ]
         # A move stays valid until the live intervals of a storage it depends on change.
         self._moves: dict[tuple[int, ...], Move] = {}
-        self._removals = 0
-        self._changed: dict[int, int] = {}  # storage -> the last removal that changed its live intervals
+        self._moves_of: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # storage -> moves that depend on it
         self._intervals: dict[int, list[tuple[int, int]]] = {}
         self._related_to: dict[int, set[int]] = {}
 
@@ -142,16 +137,16 @@ class Replay:
         """The effect of removing these recomputations, and those that nothing needs then."""
         known = self._moves.get(slots)
         if known is not None:
-            computed, changed = known.removals, self._changed
-            if all(changed.get(s, 0) <= computed for s in known.depends_on):
-                return known
+            return known
         removed = self.with_needless(slots)
         depends_on: set[int] = set()
         for slot in removed:
             depends_on |= self._related(self.recipe_at[slot])
             depends_on.add(self.timeline.saves_at[self.event_at[slot]])
+        for s in depends_on:
+            self._moves_of[s].append(slots)
         seconds = sum(self._seconds_of[self.recipe_at[slot]] for slot in removed)
-        found = self._moves[slots] = Move(removed, self.changes(removed), seconds, depends_on, self._removals)
+        found = self._moves[slots] = Move(removed, self.changes(removed), seconds)
         return found
 
     def _related(self, recipe: int) -> set[int]:
@@ -213,11 +208,7 @@ class Replay:
             s = timeline.saves_at[event]
             if s in births and len(births[s]) == 1:
                 affected.add(s)
-        deltas: dict[int, int] = {}
-
-        def add(position: int, size: int) -> None:
-            deltas[position] = deltas.get(position, 0) + size
-
+        deltas: dict[int, int] = defaultdict(int)
         for s in affected:
             size = self._bytes[s]
             before = self._intervals.get(s)
@@ -226,18 +217,18 @@ class Replay:
             after = self.live_intervals(s, removed, removed_at)
             if before != after:
                 for birth, end in before:
-                    add(birth + 1, -size)
-                    add(end + 1, size)
+                    deltas[birth + 1] -= size
+                    deltas[end + 1] += size
                 for birth, end in after:
-                    add(birth + 1, size)
-                    add(end + 1, -size)
+                    deltas[birth + 1] += size
+                    deltas[end + 1] -= size
         if timeline.random_events:
             for recipe in {self.recipe_at[slot] for slot in removed}:
                 for event in timeline.random_events.get(recipe, ()):
                     last = self._slots_of[recipe][-1]
                     left = [slot for slot in self._slots_of[recipe] if slot not in removed]
-                    add((left[-1] if left else self._slot_of_event[event] - 1) + 1, -timeline.trace.rng_state_bytes)
-                    add(last + 1, timeline.trace.rng_state_bytes)
+                    deltas[(left[-1] if left else self._slot_of_event[event] - 1) + 1] -= timeline.trace.rng_state_bytes
+                    deltas[last + 1] += timeline.trace.rng_state_bytes
         out = []
         level = previous = 0
         for position in sorted(deltas):
@@ -304,7 +295,6 @@ class Replay:
         # A storage that autograd holds again lives beyond its last unpack, so the uses listed for it may stay.
         for a, b, size in changes:
             self.totals[a:b] += size
-        self._removals += 1
         for slot in removed:
             self.totals[slot] -= _MASK
             recipe, event = self.recipe_at.pop(slot), self.event_at.pop(slot)
@@ -315,5 +305,6 @@ class Replay:
             for s in self._recipes[recipe].inputs:
                 self._uses[s].remove((slot, slot))
             for s in (*self._recipes[recipe].makes, *self._recipes[recipe].inputs, self.timeline.saves_at[event]):
-                self._changed[s] = self._removals
                 self._intervals.pop(s, None)
+                for slots in self._moves_of.pop(s, ()):
+                    self._moves.pop(slots, None)

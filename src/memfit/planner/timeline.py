@@ -300,11 +300,10 @@ class Timeline:
         """The replay itself: every copy as an interval of slots."""
         order = sorted(event for event, runs in recomputations.items() if runs)
         recipes = np.array([r for event in order for r in recomputations[event]], dtype=np.int64)
-        events = np.repeat(np.array(order, dtype=np.int64), [len(recomputations[event]) for event in order])
+        events = np.array([event for event in order for _ in recomputations[event]], dtype=np.int64)
         slots = events + np.arange(len(events))
-        before = np.zeros(self.events + 1, dtype=np.int64)
-        np.add.at(before, events, 1)
-        slot_of_event = self._every_event + np.cumsum(before)
+        before = np.bincount(events, minlength=self.events + 1)
+        slot_of_event = self._every_event + before.cumsum()
         count = self.events + 1 + len(slots)
         # [1] When is each storage made again, and used by recomputations?
         made, made_by = self._makes.gather(recipes)
@@ -318,7 +317,7 @@ class Timeline:
         touched = answered.copy()
         touched[used] = True
         # [2] Copies: the one of forward, and one for each making.
-        first = np.flatnonzero(touched)
+        first = touched.nonzero()[0]
         storages = np.concatenate([first, made])
         births = np.concatenate([slot_of_event[self._birth[first]] - 1, made_at])
         gone_by = np.full(len(self._bytes), -1, dtype=np.int64)
@@ -326,7 +325,7 @@ class Timeline:
         lasting = np.where(answered[first], np.maximum(self._transient_end, gone_by)[first], self._end[first])
         ends = np.concatenate([slot_of_event[lasting], made_at])
         # [3] Uses: inputs of recomputations, and unpacks, held until the backward node lets go.
-        asked = np.flatnonzero(answered)
+        asked = answered.nonzero()[0]
         event, owner = self._unpack_event.gather(asked)
         release, _ = self._unpack_release.gather(asked)
         use_storages = np.concatenate([used, asked[owner]])
@@ -334,9 +333,9 @@ class Timeline:
         use_ends = np.concatenate([used_at, slot_of_event[release]])
         # Each is served by the newest copy made before it, which is there until the last of its uses.
         keys = storages * (count + 1) + births + 1
-        sorting = np.argsort(keys)
+        sorting = keys.argsort()
         storages, births, ends, keys = storages[sorting], births[sorting], ends[sorting], keys[sorting]
-        serving = np.searchsorted(keys, use_storages * (count + 1) + use_slots + 1) - 1
+        serving = keys.searchsorted(use_storages * (count + 1) + use_slots + 1) - 1
         np.maximum.at(ends, serving, use_ends)
         # [4] Bytes: what no copy stands for lives as in the plain step.
         plain = self._plain.copy()
@@ -349,12 +348,12 @@ class Timeline:
             # Generator states, from the first run of a random operation to the last recomputation of its recipe.
             last = np.full(len(self._run_seconds), -1)
             last[recipes] = slots
-            again = np.flatnonzero(last >= 0)
+            again = (last >= 0).nonzero()[0]
             event, owner = self._random_rows.gather(again)
             np.add.at(changes, slot_of_event[event], self.trace.rng_state_bytes)
             np.subtract.at(changes, last[again][owner] + 1, self.trace.rng_state_bytes)
-        totals = np.cumsum(changes)[:count]
-        own = np.cumsum(plain)[: self.events + 1]
+        totals = changes.cumsum()[:count]
+        own = plain.cumsum()[: self.events + 1]
         totals[slot_of_event] += own + self._workspace + (self._numbers if order else 0)
         totals[slots] += own[events] + self._recipe_peak[recipes]
         return _Expanded(

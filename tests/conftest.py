@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
+import pytest_randomly
 import torch
 from hypothesis import settings
 
@@ -21,6 +22,10 @@ from defined_costs import defined_costs
 settings.register_profile("memfit", derandomize=True, deadline=None)
 settings.load_profile("memfit")
 
+
+# DeepSpeed offers pytest-randomly a seeder: each process would import DeepSpeed before its first test, and torch would be seeded anew (by three stack traces,
+# where there is no GPU) around each test, the last time after `seeded`. Python's and numpy's generators are seeded as ever.
+pytest_randomly.entrypoint_reseeds = []
 
 # A run in the background may have been started with Ctrl-C ignored; tests of interrupts send it to themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)

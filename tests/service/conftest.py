@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memfit.service import confine, uploads
+from memfit.service import confine, launching, uploads
 from memfit.service.dispatcher import Dispatcher
 from memfit.service.housekeeping import Housekeeping
 from memfit.service.service import Service, Submission
@@ -85,6 +88,28 @@ def one_thread_for_each_run() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
+
+
+@pytest.fixture(autouse=True)
+def costs_of_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a run has timed of this computer is there for the runs of later tests: each has a cache of its own, and filling it takes half of planning."""
+    known = Path(os.environ["MEMFIT_CACHE_DIR"]) / "runs"
+    write = launching.write
+
+    def with_costs(settings: ServiceSettings, run: StoredRun) -> Path:
+        folder = write(settings, run)
+        if known.exists() and not (folder / "cache" / "costs").exists():
+            shutil.copytree(known, folder / "cache" / "costs")
+        return folder
+
+    monkeypatch.setattr(launching, "write", with_costs)
+    yield
+    timed = next(tmp_path.glob("**/cache/costs"), None)
+    if timed is not None and not known.exists():
+        shutil.copytree(timed, tmp_path / "timed")
+        known.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # another worker was first
+            (tmp_path / "timed").rename(known)
 
 
 @pytest.fixture

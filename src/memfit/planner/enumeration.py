@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from memfit.planner.front import Front
 from memfit.planner.priced_cuts import PricedCuts
 from memfit.planner.schedule import recomputations_for
 from memfit.planner.solution import Solution
@@ -18,22 +19,23 @@ def is_small(cuts: PricedCuts, layouts: Sequence[WindowLayout]) -> bool:
     return _few(layouts, around=False) << len(cuts.graph.droppable) <= EVERY_PLAN
 
 
-def every_plan(cuts: PricedCuts, layouts: Sequence[WindowLayout]) -> Iterator[Solution]:
-    """Every plan that follows the rule of scheduling, each once: of those sets of layouts that are few enough."""
+def try_every_plan(cuts: PricedCuts, layouts: Sequence[WindowLayout], front: Front) -> None:
+    """Add to a front every plan that follows the rule of scheduling, each once: of those sets of layouts that are few enough."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for around in (False, True):
-        yield from _every_plan_in(cuts, [layout for layout in layouts if layout.around is around], seen)
+        _try_every_plan_in(cuts, [layout for layout in layouts if layout.around is around], front, seen)
 
 
 def _few(layouts: Sequence[WindowLayout], *, around: bool) -> int:
     return sum(1 for layout in layouts if layout.around is around)
 
 
-def _every_plan_in(
-    cuts: PricedCuts, layouts: Sequence[WindowLayout], seen: set[tuple[tuple[int, ...], ...]]
-) -> Iterator[Solution]:
+def _try_every_plan_in(
+    cuts: PricedCuts, layouts: Sequence[WindowLayout], front: Front, seen: set[tuple[tuple[int, ...], ...]]
+) -> None:
     """Every plan in these layouts that is not among those seen; none where they are too many."""
-    graph = cuts.graph
+    graph, timeline = cuts.graph, cuts.graph.timeline
+    least: dict[frozenset[int], int] = {}  # bytes of any plan that makes these storages again
     droppable = sorted(graph.droppable)
     transients = [s for s in graph.nodes if s not in graph.recipes.saved]
     if len(layouts) << (len(droppable) + len(transients)) > EVERY_PLAN:
@@ -46,12 +48,14 @@ def _every_plan_in(
             dropped, held = chosen & graph.droppable, chosen - graph.droppable
             recomputations = recomputations_for(graph.recipes, dropped, layout.window_of_event, held)
             key = tuple((e, *runs) for e, runs in sorted(recomputations.items()))
-            if key not in seen:
-                seen.add(key)
-                yield Solution(
-                    recomputations,
-                    graph.timeline.evaluate(recomputations),
-                    frozenset(dropped),
-                    frozenset(held),
-                    layout.cells,
-                )
+            if key in seen:
+                continue
+            seen.add(key)
+            made = frozenset(s for _, *runs in key for run in runs for s in graph.recipes.recipes[run].makes)
+            if made not in least:
+                least[made] = timeline.least_peak(made)
+            # Most plans are slower than one that takes no more than they take at least, and are not replayed.
+            known = front.best(least[made])
+            if known is None or known.seconds > timeline.seconds(recomputations):
+                evaluation = timeline.evaluate(recomputations)
+                front.add(Solution(recomputations, evaluation, frozenset(dropped), frozenset(held), layout.cells))

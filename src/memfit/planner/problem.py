@@ -8,7 +8,7 @@ from typing import Final
 from memfit.garbage import uncollected
 from memfit.planner.bound import LowerBound
 from memfit.planner.chains import CellChain
-from memfit.planner.enumeration import every_plan, is_small
+from memfit.planner.enumeration import is_small, try_every_plan
 from memfit.planner.front import Front
 from memfit.planner.priced_cuts import PricedCuts
 from memfit.planner.recompute_graph import RecomputeGraph
@@ -63,7 +63,7 @@ class Problem:
         front = self.front()
         if self.is_small:
             with uncollected():
-                front.update(every_plan(self.cuts, self.layouts))
+                try_every_plan(self.cuts, self.layouts, front)
         return front
 
     @cached_property

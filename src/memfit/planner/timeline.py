@@ -273,6 +273,10 @@ class Timeline:
         """The same when what can be offloaded goes as well."""
         return self._floor(self.recipes.saved & (self.recipes.rebuildable | self.recipes.reloads_of.keys()))
 
+    def least_peak(self, made_again: Iterable[int]) -> int:
+        """Bytes that every plan takes in which these storages are made again, and nothing runs again but before an unpack of one of them."""
+        return int(self._floor(made_again).max())
+
     def _floor(self, dropped: Iterable[int]) -> Any:
         changes = self._plain.copy()
         for s in dropped:

@@ -25,7 +25,7 @@ from memfit.units import format_bytes
 from memfit.values.report import StepRecord
 from memfit.values.script import CallScript, Script, Step
 from models.paths import HIDDEN, Block, loss_of, sample, seeded
-from sweeps import each_seed
+from sweeps import by_turns, each_seed
 
 pytestmark = pytest.mark.usefixtures("one_thread", "settled")
 
@@ -433,8 +433,9 @@ class Asking(Growing):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("optimizer", [small.adamw, partial(torch.optim.SGD, lr=1e-3)], ids=["state", "no state"])
-@pytest.mark.parametrize("update", ["after", "in_backward"])
+@pytest.mark.parametrize(
+    ("update", "optimizer"), by_turns(["after", "in_backward"], [small.adamw, partial(torch.optim.SGD, lr=1e-3)])
+)
 def test_a_path_that_comes_first_is_learnt_with_what_other_steps_and_micro_batches_leave(
     update: str, optimizer: Callable[[Any], torch.optim.Optimizer]
 ) -> None:

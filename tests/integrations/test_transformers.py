@@ -429,7 +429,7 @@ def test_the_plan_is_for_the_longest_sample_there_is(trainer: Make) -> None:
     assert min(peaks(fitted)) < 0.9 * predicted
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_batches_with_and_without_padding_are_followed_inside_the_smallest_budget(
     trainer: Make, micro_batches: int
 ) -> None:

@@ -65,20 +65,23 @@ BOTH = {"precision": "bf16", "state_format": "8bit"}
 
 
 @pytest.mark.parametrize(
-    ("fixed", "shares"),
+    ("build", "fixed", "shares"),
     [
-        (BOTH, (0.9,)),
-        pytest.param({"precision": "bf16"}, (1.0, 0.9), marks=pytest.mark.slow),
-        pytest.param({"state_format": "8bit"}, (1.0, 0.9), marks=pytest.mark.slow),
+        (running.short_decoder, BOTH, (0.9,)),
+        pytest.param(running.decoder, BOTH, (0.9,), marks=pytest.mark.slow),
+        pytest.param(running.decoder, {"precision": "bf16"}, (1.0, 0.9), marks=pytest.mark.slow),
+        pytest.param(running.decoder, {"state_format": "8bit"}, (1.0, 0.9), marks=pytest.mark.slow),
     ],
 )
-def test_stages_train_as_one_device_does_under_the_same_techniques(fixed: Any, shares: Sequence[float]) -> None:
-    plans = [planned(running.decoder, fixed, share) for share in shares]
+def test_stages_train_as_one_device_does_under_the_same_techniques(
+    build: Callable[[], steps.Built], fixed: Any, shares: Sequence[float]
+) -> None:
+    plans = [planned(build, fixed, share) for share in shares]
     for name, setting in fixed.items():
         assert all(getattr(plan.choices, name) == setting for plan in plans)
     assert plans[-1].pipeline is not None
     assert any(script.recomputations for script in plans[-1].pipeline.scripts)
-    compared(running.decoder, fixed, *plans)
+    compared(build, fixed, *plans)
 
 
 def test_what_is_allowed_and_cannot_be_in_stages_is_told_with_its_reason() -> None:

@@ -116,7 +116,7 @@ def test_what_a_user_asks_is_offloaded_where_the_link_is_fast_and_is_not_where_i
 
     plain = made(1 << 40, None)
     least = memfit.smallest_budget(plain)
-    recomputed = made(least, None)
+    recomputed = memfit.replan(plain, least)
     offloaded = made(least, FAST)
     assert offloaded.script.swaps
     assert offloaded.prediction.step_seconds < recomputed.prediction.step_seconds

@@ -312,7 +312,7 @@ def test_the_peak_falls_by_the_logits_and_is_as_predicted() -> None:
     assert "up to the order of additions" in chunked.explain()
 
 
-@pytest.mark.parametrize(("fewer", "more"), [(4, 16), (8, 64)])
+@pytest.mark.parametrize(("fewer", "more"), [(4, 16), pytest.param(8, 64, marks=pytest.mark.slow)])
 def test_more_chunks_save_no_more_than_their_bound(fewer: int, more: int) -> None:
     """By which they are left out where fewer brought nothing."""
     model, sample = llama(32000, 64, 4)

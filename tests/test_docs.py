@@ -10,6 +10,7 @@ A block of text right below a block of Python is what it prints.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import runpy
@@ -272,8 +273,10 @@ def test_quick_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
 # ---------------------------------------------------------------------------------------------------- the page of errors
 
 
-def raised() -> Iterator[tuple[str, str]]:
+@functools.cache
+def raised() -> list[tuple[str, str]]:
     """(where, message) of what is raised on purpose; what differs from case to case is an ellipsis."""
+    found = []
     kinds = {name for name in memfit.__all__ if name.endswith("Error")} | {"StoreError"}  # the service's, an InputError
     for file in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -295,7 +298,8 @@ def raised() -> Iterator[tuple[str, str]]:
             if node.func.id in kinds:
                 message = node.args[0]
                 named = {**variables, **constants}.get(message.id) if isinstance(message, ast.Name) else None
-                yield f"{file.relative_to(ROOT)}:{node.lineno}", named or flat(message)
+                found.append((f"{file.relative_to(ROOT)}:{node.lineno}", named or flat(message)))
+    return found
 
 
 def flat(node: ast.expr) -> str:

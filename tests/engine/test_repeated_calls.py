@@ -23,7 +23,7 @@ from models.outcome import measured_peak, outcome_of, plan_of_calls
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QUICK = {"gpt_dropout", "amp_gpt", "resnet_bottleneck", "t5", "custom_function_ctx", "item_control_flow"}
+QUICK = {"gpt_dropout", "amp_gpt", "t5", "custom_function_ctx", "item_control_flow"}
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -178,8 +178,10 @@ def check_prediction(prediction: Prediction) -> None:
         value = getattr(prediction, name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"{name} is {value!r}")
-    if not isinstance(prediction.varies_bytes, int) or prediction.varies_bytes < 0:
-        raise ValueError(f"varies_bytes is {prediction.varies_bytes!r}")
+    for name in ("varies_bytes", "allocated_bytes", "reserved_bytes"):
+        value = getattr(prediction, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} is {value!r}")
     for name in ("step_seconds", "plain_step_seconds", "bound_seconds", "copy_seconds", "exposed_seconds"):
         value = getattr(prediction, name)
         if not is_number(value) or value < 0:

@@ -71,7 +71,7 @@ def engine_for(model: nn.Module, loss_fn: Any = squared_error, optimizer: Any = 
         (0, "0 is less than one byte"),
         ("0GiB", "'0GiB' is less than one byte"),
         (-5, "-5 is less than one byte"),
-        (1.5e9, "is not a whole number of bytes"),
+        (1.5e9, "is a float: write int"),
         (True, "True is not a number of bytes"),
         (None, "None is not a whole number of bytes"),
         ("120%", "'120%' is more than the device has"),

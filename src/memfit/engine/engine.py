@@ -40,7 +40,7 @@ from memfit.step.device import device_of
 from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.guard import Deciding
 from memfit.step.held_tensors import loss_tensors, model_tensors
-from memfit.step.modules import forget_modules, let_go_of_gradients, remembering_modules, trained_parameters
+from memfit.step.modules import forget_modules, remembering_modules, trained_parameters
 from memfit.step.other_kernels import CompileWatch
 from memfit.step.program import StepProgram, state_tensors
 from memfit.storage.tiers import nearest_tier
@@ -234,7 +234,7 @@ class Engine:
             self._pipelined.prepare(batch)
             drawing = self._pipelined.drawing()
         with drawing, remembering_modules():
-            self._forget_gradients()
+            self._notice_what_is_trained()
             record = self._steps.taken(
                 plan,
                 batch,
@@ -293,7 +293,7 @@ class Engine:
             )
         there = [tensor for each in listed for tensor in batches.leaves(each)]
         self._check_held(len(listed), there)
-        self._forget_gradients()
+        self._notice_what_is_trained()
         record = self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
         diverged, self._diverged = self._diverged, None
         if diverged is not None:
@@ -304,12 +304,6 @@ class Engine:
         self._transactions.check()
         self._refuse_compiled()
 
-    def _forget_gradients(self) -> None:
-        """A step begins as after `zero_grad`: the loss of another model (a GAN's generator) may have left gradients here, for which no plan has memory."""
-        if self.sharded is None:  # there gradients lie in what is sent to other ranks
-            let_go_of_gradients(self.model)
-            self._notice_what_is_trained()
-
     def _notice_what_is_trained(self) -> None:
         """Warn where layers have been frozen or freed since the first step."""
         trained = trained_parameters(self.model)
@@ -319,7 +313,7 @@ class Engine:
             warnings.warn(
                 f"{more} parameters are trained from here on that were not, and {fewer}"
                 " no longer: steps may be above the budget, and the optimizer updates only what it was made with. Call memfit.fit again with this model",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _refuse_compiled(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +25,7 @@ from memfit import batches
 from memfit.capture.trace_source import TraceSource
 from memfit.lower_tiers import capacity
 from memfit.storage.staging import STAGES_BYTES
+from memfit.techniques.frozen_weights.four_bit import bitsandbytes_quiet
 from memfit.techniques.layer_streaming.blocks import own_parameters, repeated_blocks
 from memfit.techniques.registry import ALLOWED
 from memfit.units import format_budget, parse_bytes
@@ -364,13 +364,9 @@ def _own_name(path: str) -> str:
 
 def _peft() -> Any:
     """The package, without what bitsandbytes, which it imports, has to say of kernels of its own."""
-    quiet = logging.getLogger("bitsandbytes")
-    before = quiet.level
-    quiet.setLevel(logging.ERROR)
-    try:
+    with bitsandbytes_quiet():
         import peft
-    finally:
-        quiet.setLevel(before)
+
     return peft
 
 

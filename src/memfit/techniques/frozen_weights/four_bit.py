@@ -7,7 +7,10 @@ it holds are parameters and buffers, so that what looks at a model's tensors (ca
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final
@@ -28,9 +31,22 @@ def has_kernels() -> bool:
     """Whether bitsandbytes is installed and has the operation that the layer runs."""
     if find_spec("bitsandbytes") is None:
         return False
-    import bitsandbytes  # noqa: F401 - it registers the operations
+    with bitsandbytes_quiet():
+        import bitsandbytes  # noqa: F401 - it registers the operations
 
     return hasattr(torch.ops.bitsandbytes, "gemm_4bit")
+
+
+@contextmanager
+def bitsandbytes_quiet() -> Iterator[None]:
+    """Imported inside the block, it says nothing of kernels that it would rather have: whoever only plans has not asked for it."""
+    logger = logging.getLogger("bitsandbytes")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class FourBitLinear(nn.Module):

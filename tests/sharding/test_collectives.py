@@ -128,6 +128,13 @@ def test_what_gloo_takes_counts_where_ranks_are_processes_of_this_computer() -> 
     assert Topology.from_json(processes.to_json()) == processes
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_ranks_are_timed_too(kind: str) -> None:
+    """A message of 64 bytes is not three equal parts: gloo refused, and seconds were those of assumed links."""
+    groups = gloo._joined(3)
+    assert all(abs(gloo._seconds(groups, kind, size)) < 1.0 for size in gloo.SIZES)
+
+
 def test_where_gloo_cannot_connect_links_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "gloo_time", lambda _: None)
     devices = Topology((known_machine("a100"),) * 2, (), (PeerLink(0, 1, 1e9, 1e-5),))

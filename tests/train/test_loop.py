@@ -196,6 +196,18 @@ def test_data_of_another_length_is_refused(tmp_path: Path) -> None:
         run(tmp_path, engine(), batches=data(11), snapshot=snapshots.latest(tmp_path, pytest.fail))
 
 
+def test_a_run_that_goes_on_under_another_plan_measures_the_peak_of_that_one(tmp_path: Path) -> None:
+    """It told the peak measured under the plan before, beside the one predicted by the plan of now."""
+    run(tmp_path, engine(), steps=4)
+    made = engine()
+    made.plan = plan(peak_bytes=2**18)
+    run(tmp_path, made, steps=6, snapshot=snapshots.latest(tmp_path, pytest.fail))
+    assert [record.peak_bytes is not None for record in made.records] == [True, False]
+    same = engine()
+    outcome = run(tmp_path, same, steps=8, snapshot=snapshots.latest(tmp_path, pytest.fail))
+    assert outcome.peak_bytes is not None
+
+
 def test_a_disk_too_full_for_a_snapshot_is_noticed_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,7 +164,7 @@ def _seconds(groups: list[Any], kind: str, size: int) -> float:
     """Of one run: what the ranks take to compute and send, less what they take to compute."""
     ranks, at_once = len(groups), AT_ONCE.get(kind, 1)
     runs = RUNS if at_once == 1 else 1
-    numbers = size // 4
+    numbers = size // 4 // ranks * ranks  # of equal parts
     whole = [torch.ones(numbers) for _ in groups]
     parts = [torch.ones(numbers // ranks) for _ in groups]
 

@@ -24,10 +24,6 @@ class Agreement:
         group: of all ranks.
         device: on which the ranks compute. Messages lie there only where the group sends nothing from the host's memory: on a GPU they would take bytes that
             are in no prediction, and wait for its kernels.
-
-    Attributes:
-        rank: this process's own.
-        real: there are others; in a capture there are none.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -36,12 +32,16 @@ class Agreement:
         device = host if host in group._device_types else device
         self._group = group
         self.rank = group.rank()
-        self.real = dist.get_backend(group) != dist.Backend.FAKE
         # Made once: a backend's own thread may hold what it sends a little longer than the step does.
         self._word = torch.zeros((), dtype=torch.int64, device=device)
         self._value = torch.zeros((), dtype=torch.float64, device=device)
         self._counts = torch.zeros((group.size(), 2), dtype=torch.int64, device=device)
         self._losses = torch.zeros((group.size(), 2), dtype=torch.float64, device=device)
+
+    @property
+    def real(self) -> bool:
+        """Whether there are others; in a capture there are none."""
+        return dist.get_backend(self._group) != dist.Backend.FAKE
 
     def total(self, count: int) -> int:
         """The sum of all ranks' counts."""

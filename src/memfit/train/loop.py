@@ -318,7 +318,9 @@ class _Run:
         self.step, self.position, self.saved = snapshot.step, snapshot.position, snapshot.folder
         if snapshot.folder.resolve().parent == self.output.folder.resolve():
             self.saved_step = self.step
-        self.loss, self.validation_loss, self.peak_bytes = loop["loss"], loop["validation_loss"], loop["peak_bytes"]
+        self.loss, self.validation_loss = loop["loss"], loop["validation_loss"]
+        if loop.get("predicted_peak_bytes") == self.engine.plan.prediction.peak_bytes:
+            self.peak_bytes = loop["peak_bytes"]  # else of another plan, for other ranks say
         self.evaluated = self.saved_evaluated = loop["evaluated"]
         self.generated = self.saved_generated = loop.get("generated", -1)
         self.skipped = loop.get("skipped", 0)
@@ -374,8 +376,10 @@ class _Run:
             before = process_generators.generators()
             rate = rates.set(self.step - self.skipped)
             batch, after = self._next(data, log)
-            # The second step, not the first: only from then on is the optimizer's state there at the peak.
-            meter = bool(settings.meter_every) and (self.step - 1) % settings.meter_every == 0
+            # The second step, not the first: only from then on is the optimizer's state there at the peak. And the first one under another plan.
+            meter = bool(settings.meter_every) and (
+                (self.step - 1) % settings.meter_every == 0 or (self.step > 0 and self.peak_bytes is None)
+            )
             try:
                 record = self.engine.step(batch, meter=meter)
             except NonFiniteLossError as error:
@@ -552,6 +556,7 @@ class _Run:
             "validation_accuracy": self.validation_accuracy,
             "evaluated": self.evaluated,
             "peak_bytes": self.peak_bytes,
+            "predicted_peak_bytes": self.engine.plan.prediction.peak_bytes,
             "skipped": self.skipped,
             "generated": self.generated,
             "mark": self.mark,

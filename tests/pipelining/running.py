@@ -190,3 +190,44 @@ def undivided(
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     losses, parameters = steps.alone(build, optimizer, clip_norm=clip_norm)
     return gradients, losses, dict(zip((n for n, _ in model.named_parameters()), parameters, strict=True))
+
+
+class Averaging(nn.Module):
+    """Its own forward writes moving averages before, between and after its parts, in place and by assigning another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        for name in ("early", "between", "late", "assigned"):
+            self.register_buffer(name, torch.zeros(32))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def _average(self, name: str, x: Tensor) -> None:
+        self.get_buffer(name).mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._average("early", x)
+        for number, layer in enumerate(self.layers):
+            x = x + layer(x).tanh()
+            if number == 0:
+                self._average("between", x)
+                self.assigned = 0.9 * self.assigned + 0.1 * x.detach().mean(0)
+        self._average("late", x)
+        self.calls += 1
+        return x
+
+
+def averaging() -> steps.Built:
+    torch.manual_seed(0)
+    return Averaging(), torch.randn(16, 32), lambda model, batch: model(batch).square().mean()
+
+
+def averaged(rank: int, plan: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Buffers on this rank after two steps under a plan for two, and what is saved of them."""
+    model, sample, loss_fn = averaging()
+    engine = memfit.apply(memfit.Plan.from_json(plan), model, loss_fn, OPTIMIZERS["sgd"])
+    for _ in range(2):
+        engine.step(steps.part_of(sample, rank, 2))
+    here, names = dict(model.named_buffers()), [name for name, _ in averaging()[0].named_buffers()]
+    saved = engine.state_dict()
+    return [{name: found[name] for name in names} for found in ((here, saved) if saved else (here,))]

@@ -80,6 +80,17 @@ class Division:
         return {name: tuple(sorted(holding)) for name, holding in found.items()}
 
 
+def buffers_between(model: nn.Module, parts: Iterable[str]) -> list[str]:
+    """Names of the buffers that are in no part; the model's own forward may write them between its parts.
+
+    Args:
+        model: whole.
+        parts: paths of its parts.
+    """
+    inside = {id(b) for path in set(parts) for b in model.get_submodule(path).buffers()}
+    return [name for name, buffer in model.named_buffers() if id(buffer) not in inside]
+
+
 def mesh_of_pipelines(device_type: str, length: int, replicas: int = 1) -> DeviceMesh:
     """All ranks of this run as pipelines of so many ranks beside each other; ranks that follow each other are of one pipeline."""
     return init_device_mesh(device_type, (replicas, length), mesh_dim_names=("replica", "stage"))
@@ -131,6 +142,8 @@ class Pipeline(PipelinedModel):
         self._names = {id(p): name for name, p in model.named_parameters()}
         own = frozenset[str]().union(*(division.parameters[stage] for stage in self._mine))
         ranges = [ends.range_of(stage) for stage in self._mine]
+        self._between = buffers_between(model, division.parts)
+        self._writers: dict[str, int] | None = None  # of those that forwards write, the rank whose values count
         self._others = OtherStages(model, division.parts, ranges, own | division.everywhere)
         self._others.let_go()
         self._own = {name: p for name, p in model.named_parameters() if name in own}
@@ -272,6 +285,8 @@ class Pipeline(PipelinedModel):
             raise self._nothing_counts()
         summed = self.division.weights == "sum"
         weights = [1.0 if summed else count / max(total, 1) for count in counts]
+        between = self._between if self._writers is None else self._writers
+        before = {name: (buffer := self.model.get_buffer(name), buffer._version) for name in between}
         try:
             of_stages = {n: [self._whole.of_stage(n, each) for each in micro_batches] for n in self._mine}
             loss = running.step(of_stages, weights, around)
@@ -288,8 +303,35 @@ class Pipeline(PipelinedModel):
         if not math.isfinite(loss):
             raise non_finite(f"the loss is {loss}")
         self._sum_gradients()
+        self._share_buffers(before)
         # Of the passes of all stages, which end with the last backward of the rank that is through last.
         return Passed(loss, len(counts), max(0.0, 1 - running.busy_seconds / seconds))
+
+    def _share_buffers(self, before: dict[str, tuple[Tensor, int]]) -> None:
+        """What forwards write between parts counts as the first rank that does so has it: later ones run that code without the values of parts before them.
+
+        Args:
+            before: of each buffer, itself and its version when the step began.
+        """
+        if self._writers is None:
+            changed = [
+                name
+                for name, (buffer, version) in before.items()
+                if self.model.get_buffer(name) is not buffer or buffer._version != version
+            ]
+            told = Agreement(self._pipeline, self.device).of_all(changed) if before else []
+            self._writers = {}
+            for rank, names in enumerate(told):
+                for name in names:
+                    self._writers.setdefault(name, rank)
+        for name, rank in self._writers.items():
+            if self.stage == rank:
+                dist.broadcast(self.model.get_buffer(name).detach(), self._global(rank), group=self._pipeline)
+                continue
+            buffer, _ = before[name]
+            dist.broadcast(buffer, self._global(rank), group=self._pipeline)
+            path, _, own = name.rpartition(".")
+            setattr(self.model.get_submodule(path), own, buffer)  # where forward has put another one there
 
     def _counts(self, micro_batches: Sequence[Batch]) -> list[int]:
         """What each counts for, on the rank that has the loss; elsewhere its weight is not asked for, and it counts for nothing."""

@@ -49,7 +49,7 @@ def with_real_reads(
         forked_generators(),
         batch_kept(micro_batch),
         torch.no_grad(),
-        lent(model, lambda tensor: tensor, loss_fn),
+        lent(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone(), loss_fn),
     ):
         others = OtherStages(model, [call.path for call in calls.calls], [], calls.read_between)
         try:

@@ -15,6 +15,7 @@ from memfit.capture.gloo_time import agreeing_seconds
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import InfeasibleError, InputError
 from memfit.hardware.topology import Topology
+from memfit.parallel.pipeline import buffers_between
 from memfit.pipelining.candidates import candidates_for_stages
 from memfit.pipelining.links import line_of, sending_seconds
 from memfit.pipelining.stage_planner import StagePlanner
@@ -246,6 +247,13 @@ class PipelinePlanning:
         used = Schedule.GPIPE if few else Schedule(self.pipelines.schedule)
         check_schedule(used, length, number, per_rank)
         planner = self._planner(techniques, number)
+        model, parts = self.source.model, {call.path for call in planner.calls.calls}
+        twice = set(buffers_between(model, parts)).intersection(planner.whole.changed_buffers) if per_rank > 1 else ()
+        if twice:
+            raise InputError(
+                f"forward writes the buffer {min(twice)} between the parts of the model, which each of a rank's stages would do: interleaved stages are "
+                "left out"
+            )
         line = self._line(budget_bytes)
         try:
             found = self._within(line, lambda line: find_stages(planner, line, used, length, per_rank))

@@ -16,7 +16,8 @@ from torch import nn
 import memfit
 from memfit import batches
 from memfit.meter import metered
-from memfit.step.program import model_tensors, state_tensors
+from memfit.step.held_tensors import model_tensors
+from memfit.step.program import state_tensors
 from models.transformer import build_gpt
 
 METERED = 8  # steps, of which the least counts: the meter does not see what gloo's own thread releases

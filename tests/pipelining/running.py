@@ -195,6 +195,9 @@ def undivided(
 class Averaging(nn.Module):
     """Its own forward writes moving averages before, between and after its parts, in place and by assigning another tensor."""
 
+    assigned: Tensor
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))

@@ -286,7 +286,7 @@ class Pipeline(PipelinedModel):
         summed = self.division.weights == "sum"
         weights = [1.0 if summed else count / max(total, 1) for count in counts]
         between = self._between if self._writers is None else self._writers
-        before = {name: (buffer := self.model.get_buffer(name), buffer._version) for name in between}
+        before = {name: (buffer := self.model.get_buffer(name), buffer._version) for name in between}  # noqa: SLF001 - the count of writes has no public name
         try:
             of_stages = {n: [self._whole.of_stage(n, each) for each in micro_batches] for n in self._mine}
             loss = running.step(of_stages, weights, around)
@@ -317,7 +317,7 @@ class Pipeline(PipelinedModel):
             changed = [
                 name
                 for name, (buffer, version) in before.items()
-                if self.model.get_buffer(name) is not buffer or buffer._version != version
+                if self.model.get_buffer(name) is not buffer or buffer._version != version  # noqa: SLF001
             ]
             told = Agreement(self._pipeline, self.device).of_all(changed) if before else []
             self._writers = {}

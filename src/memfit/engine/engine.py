@@ -40,7 +40,7 @@ from memfit.step.device import device_of
 from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.guard import Deciding
 from memfit.step.held_tensors import loss_tensors, model_tensors
-from memfit.step.modules import forget_modules, remembering_modules, trained_parameters
+from memfit.step.modules import forget_modules, remembering_modules
 from memfit.step.other_kernels import CompileWatch
 from memfit.step.program import StepProgram, state_tensors
 from memfit.storage.tiers import nearest_tier
@@ -108,7 +108,7 @@ class Engine:
         self.stream = stream
         self.folder = folder
         self.planner: Callable[[Batch], Plan] | None = None
-        self._trained: frozenset[int] | None = None
+        self._trained: list[tuple[weakref.ref[nn.Parameter], bool]] = []  # whether each was when it was last looked at
         self.learner: Learner | None = None
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
@@ -306,10 +306,13 @@ class Engine:
 
     def _notice_what_is_trained(self) -> None:
         """Warn where layers have been frozen or freed since the first step."""
-        trained = trained_parameters(self.model)
-        before, self._trained = self._trained, trained
-        if before is not None and before != trained:
-            more, fewer = len(trained - before), len(before - trained)
+        if not self._trained:
+            self._trained = [(weakref.ref(p), p.requires_grad) for p in self.model.parameters()]
+        known = [(reference, p, before) for reference, before in self._trained if (p := reference()) is not None]
+        more = sum(p.requires_grad and not before for _, p, before in known)
+        fewer = sum(before and not p.requires_grad for _, p, before in known)
+        if more or fewer:
+            self._trained = [(reference, p.requires_grad) for reference, p, _ in known]
             warnings.warn(
                 f"{more} parameters are trained from here on that were not, and {fewer}"
                 " no longer: steps may be above the budget, and the optimizer updates only what it was made with. Call memfit.fit again with this model",

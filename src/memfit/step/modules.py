@@ -81,16 +81,6 @@ def has_gradients(model: nn.Module) -> bool:
     )
 
 
-def trained_parameters(model: nn.Module) -> frozenset[int]:
-    """Identities of those that want gradients."""
-    return frozenset(
-        id(parameter)
-        for module in every_module(model)
-        for parameter in module._parameters.values()  # noqa: SLF001 - as above
-        if parameter is not None and parameter.requires_grad
-    )
-
-
 def let_go_of_gradients(model: nn.Module) -> None:
     """Of all parameters."""
     for module in every_module(model):

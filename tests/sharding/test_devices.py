@@ -244,3 +244,19 @@ def test_a_model_that_another_engine_shares_out_is_refused_before_it_sends_anyth
             for planned_or_fitted in (memfit.plan, memfit.fit):
                 with pytest.raises(memfit.InputError, match=f"is shared out by {engine} already, and memfit shares"):
                     planned_or_fitted(model, sample, small.squared_error, "1GiB", small.adamw, devices=2)
+
+
+def test_a_line_that_reads_a_value_is_named() -> None:
+    """What a loss function logs, say: fake tensors have none."""
+    seen = []
+
+    def logged(model: nn.Module, batch: Any) -> Tensor:
+        loss = small.squared_error(model, batch)
+        seen.append(loss.item())
+        return loss
+
+    model, sample = small.chain(2), small.rows(8)
+    with pytest.raises(memfit.CaptureError) as caught:
+        memfit.plan(model, sample, logged, "1GiB", small.adamw, devices=2, fixed={"sharding": "zero3"})
+    assert re.search(r"in test_devices\.py, line \d+: seen\.append\(loss\.item\(\)\)\)", str(caught.value))
+    assert "do that after the step: record.loss has the loss of all ranks" in str(caught.value)

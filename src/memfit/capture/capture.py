@@ -7,13 +7,15 @@ small real run shows other operations, the real one is trusted: captured at two 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from memfit import batches, dispatch
 from memfit.capture.calls import ResultLayouts
@@ -86,7 +88,7 @@ def capture(
         if known is not None:
             raise known from error
         raise CaptureError(
-            f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)})"
+            f"fake tensors cannot run this model ({type(error).__name__}: {_first_line(error)}{_line_that_reads(error)})"
         ) from error
 
 
@@ -215,6 +217,16 @@ def _streamed(
     where = str(device_of(source.model))  # before the blocks' parameters go
     trace, recorder = record_streamed(source, micro_batches, choices, layouts)
     return Captured(replace(trace, device=where), recorder.calls, recorder.overwritten)
+
+
+def _line_that_reads(error: BaseException) -> str:
+    """Where values of a tensor were asked for, outside of torch and memfit."""
+    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return ""
+    theirs = Path(torch.__file__).parent, Path(__file__).parents[1]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(folder) for folder in theirs)]
+    return f", in {Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -142,7 +142,8 @@ def _sharded(
         )
         raise CaptureError(
             f"the step on one device had to be captured on real tensors ({why}), and that of one of several ranks can only be captured on fake ones: "
-            "its bytes would not be known"
+            "its bytes would not be known. Where forward or the loss reads values of tensors, to log them (.item(), print), do that after the step: "
+            "record.loss has the loss of all ranks"
         )
     captured = on_fakes(source)
     if source.draws:

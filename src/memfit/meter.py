@@ -81,9 +81,8 @@ class _Stretches:
         self._session.__exit__(None, None, None)
         self._session = None
         self.allocations += _allocations(self._profile)
-        if any(
-            reference() is None for reference in self._watched
-        ):  # to look through all events takes a tenth of a reading
+        # To look through all events takes a tenth of a reading.
+        if any(reference() is None for reference in self._watched):
             self.releases += _releases(self._profile)
         self._profile = None
 

@@ -223,8 +223,8 @@ def _unchanged(engine: Engine, modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     model: nn.Module = engine.model
     guard = Guard(model, scaling=engine.scaling)
-    others = (p for module in modules for p in module.parameters(recurse=False))
-    gradients = [(p, p.grad) for p in {id(p): p for p in (*model.parameters(), *others)}.values()]
+    parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
+    gradients = [(p, p.grad) for p in parameters.values()]
     for parameter, _ in gradients:
         parameter.grad = None
     modes = [(module, module.training) for module in model.modules()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memfit.capture.calls import CallSpec
 from memfit.techniques.freezing.freeze import Forced
@@ -41,3 +41,7 @@ class Captured:
     before: Mapping[str, str] = field(default_factory=dict)
     met_bytes: tuple[int, ...] = ()
     fakes_sparse: bool = False
+
+    def noting(self, *notes: str) -> Captured:
+        """The same, with notes besides."""
+        return replace(self, trace=replace(self.trace, notes=(*self.trace.notes, *notes)))

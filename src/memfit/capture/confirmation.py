@@ -87,7 +87,7 @@ def _trustworthy(
         made = scaled(replace(of, cuda=None), choices, why=why, known=known)
         if of.cuda is None:
             return made
-        return replace(made, trace=replace(made.trace, notes=(*made.trace.notes, CPU_KERNELS)))
+        return made.noting(CPU_KERNELS)
 
     if choices.sharding:
         return _sharded(source, choices, lambda of: on_fakes(None, of), others)
@@ -96,7 +96,7 @@ def _trustworthy(
         captured = on_fakes(None)
         if all(other.trace.source == "fake" for other in others):
             return captured
-        return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, NOT_AS_STREAMED)))
+        return captured.noting(NOT_AS_STREAMED)
     with outside_torch_kept():
         outside, one_by_one = outside_torch(), drawn_one_by_one()
         found = confirmed(source, choices, on_fakes, believed)
@@ -119,7 +119,7 @@ def _trustworthy(
                 captured, lambda of: as_believed(of=of), source, others, decides=decides, samples=samples
             )
             if told:
-                captured = replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, told)))
+                captured = captured.noting(told)
     if captured.overwritten and not source.on_meta:
         refused_by_torch(source, choices)
     return replace(captured, trace=_as_many_as_run(captured.trace, batches.size(source.sample), source.loader_batches))
@@ -171,17 +171,14 @@ def confirmed(
         if source.on_meta:
             raise
         return str(error)
-    notes = fake.trace.notes
-    if fake.fakes_sparse and not source.on_meta and source.cuda is None:
-        return "it makes sparse tensors, whose bytes fake tensors do not tell"
     if fake.fakes_sparse:
-        notes = (*notes, SPARSE_UNKNOWN)
+        if not source.on_meta and source.cuda is None:
+            return "it makes sparse tensors, whose bytes fake tensors do not tell"
+        fake = fake.noting(SPARSE_UNKNOWN)
     if source.on_meta:
-        note = "the model is on the meta device, so the recorded step could not be compared with a real one"
-        notes = (*notes, note)
-    fake = replace(fake, trace=replace(fake.trace, notes=notes))
-    if source.on_meta:
-        return fake
+        return fake.noting(
+            "the model is on the meta device, so the recorded step could not be compared with a real one"
+        )
     seen = forward_names(fake.trace)
     if known == seen:
         return fake
@@ -260,4 +257,4 @@ def without_forced_gradients(run: Callable[[Choices], Captured], choices: Choice
         else:
             paths = ()
             notes.append(f"{who}, and without that the step would be another: backward runs through what is frozen")
-    return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, *notes))), paths
+    return captured.noting(*notes), paths

@@ -230,9 +230,8 @@ class _StepRecording:
             with watching(model) if program.choices.frozen else nullcontext() as self.forced:
                 if not first and (several or inside):
                     program.forward_backward(earlier, self._weight, recorder)
-                    if (
-                        _graded(model) is None
-                    ):  # sparse gradients grow with each micro-batch: their elements are listed one after the other
+                    # Sparse gradients grow with each micro-batch: their elements are listed one after the other.
+                    if _graded(model) is None:
                         for more in self._micro_batches[1:-1]:
                             recorder.unrecorded.clear()
                             program.forward_backward(more, self._weight, recorder)

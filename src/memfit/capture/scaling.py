@@ -22,13 +22,12 @@ from memfit.capture.source import StepSource
 from memfit.errors import CaptureError, InputError
 from memfit.step.device import device_of
 from memfit.techniques.choices import Choices
-from memfit.values.trace import Storage, Trace
+from memfit.values.trace import Category, Storage, Trace
 
 SMALL_SIZES: Final = (2, 4, 3)  # two to scale from, one to check
+# As large for any number of samples.
+_OF_THE_MODEL: Final = frozenset({Category.PARAMETER, Category.GRADIENT, Category.BUFFER, Category.OPTIMIZER_STATE})
 # Up to this many bytes in all storages of a step, the whole batch is captured for real: exact also where sizes depend on values.
-_OF_THE_MODEL: Final = frozenset(
-    {"parameter", "gradient", "buffer", "optimizer_state"}
-)  # as large for any number of samples
 SMALL_STEP_BYTES: Final = 512 << 20
 
 
@@ -47,7 +46,7 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
     target = batches.micro_batch_sizes(total, choices.micro_batches // source.loader_batches)[-1]
     if known.trace.source == "real" if known is not None else _is_small(source, choices, target, why):
         one = capture_real(source, choices)
-        return replace(one, trace=replace(one.trace, notes=(*one.trace.notes, f"captured for real: {why}")))
+        return one.noting(f"captured for real: {why}")
     passes = min(choices.micro_batches, 2)
 
     def captured_at(size: int) -> Captured:

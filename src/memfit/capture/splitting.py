@@ -175,9 +175,8 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
     few = _with_masked_labels(rows_of(sample, count))
     mode = _Deterministic()
     with forked_generators(), indices_checked(device_of(model)), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of one sample there is no standard deviation, which no step of the user's asks for
+        # Of one sample there is no standard deviation, which no step of the user's asks for.
+        warnings.simplefilter("ignore")
         try:
             (whole,) = _gradients(model, [few], loss_fn, mode)
         except Exception:  # noqa: BLE001 - the model may not take the masked labels

@@ -288,7 +288,11 @@ class Pipeline(PipelinedModel):
         between = self._between if self._writers is None else self._writers
         before = {name: (buffer := self.model.get_buffer(name), buffer._version) for name in between}  # noqa: SLF001 - the count of writes has no public name
         try:
-            of_stages = {n: [self._whole.of_stage(n, each) for each in micro_batches] for n in self._mine}
+            # What this rank was sent is what its only stage reads, where it has one.
+            of_stages = {
+                n: [self._whole.of_stage(n, each) for each in micro_batches] if len(self._mine) > 1 else micro_batches
+                for n in self._mine
+            }
             loss = running.step(of_stages, weights, around)
         except BaseException as error:
             self._running = None  # it may have been left half way

@@ -44,21 +44,13 @@ def part_calls(trace: Trace, outwards: int = 0) -> tuple[ModuleCall, ...]:
         InputError: the model has one part at most.
     """
     with_parameters = [call for call in trace.calls if call.module and _reads_parameters(trace, call)]
-    inside = {
-        call: [
-            other.module
-            for other in with_parameters
-            if other.module.startswith(f"{call.module}.")
-            and call.operations[0] <= other.operations[0]
-            and other.operations[1] <= call.operations[1]
-        ]
-        for call in with_parameters
-    }
     repeated = repeated_blocks(trace)
     blocks = {_outer(block.path, outwards) for block in repeated}
     if 2 * sum(block.last - block.first + 1 for block in repeated) < trace.forward_events:  # two norms of a layer, say
-        most = {c.module for c in inside if 2 * (c.operations[1] - c.operations[0]) > trace.forward_operations}
-        innermost = (call.module for call in inside if not inside[call])
+        most = {c.module for c in with_parameters if 2 * (c.operations[1] - c.operations[0]) > trace.forward_operations}
+        paths = {call.module for call in with_parameters}
+        around_others = {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."}
+        innermost = paths - around_others
         blocks = {path if (around := _in_list(path, outwards)) in most else around for path in innermost}
     found: list[ModuleCall] = []
     end = 0
@@ -67,7 +59,14 @@ def part_calls(trace: Trace, outwards: int = 0) -> tuple[ModuleCall, ...]:
         begins, ends = call.operations
         if begins < end:
             continue  # in the part before
-        if call.module in blocks or blocks.isdisjoint(inside[call]):
+        holds_blocks = any(
+            other.module in blocks
+            and other.module.startswith(f"{call.module}.")
+            and begins <= other.operations[0]
+            and other.operations[1] <= ends
+            for other in with_parameters
+        )
+        if call.module in blocks or not holds_blocks:
             found.append(call)
             end = ends
     if len(found) < 2:

@@ -6,7 +6,7 @@ Of the model a trace has only the path of the module in which each operation ran
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -104,9 +104,8 @@ def repeated_blocks(trace: Trace) -> list[ModuleCall]:
     for calls in siblings.values():
         calls.sort(key=lambda call: call.first)
         kinds = _kinds(trace, calls)
-        in_turn = [
-            kinds.count(kind) > 1 and _holds_modules(trace, call) for kind, call in zip(kinds, calls, strict=True)
-        ]
+        often = Counter(kinds)
+        in_turn = [often[kind] > 1 and _holds_modules(trace, call) for kind, call in zip(kinds, calls, strict=True)]
         row: list[ModuleCall] = []
         for number, call in enumerate(calls):
             fits = row and (_alike(trace, row[-1], call) or (in_turn[number - 1] and in_turn[number]))

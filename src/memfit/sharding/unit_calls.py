@@ -80,11 +80,8 @@ class UnitCalls:
         """
         from torch.distributed.distributed_c10d import _get_default_store
 
-        store, place, own = (
-            _get_default_store(),
-            f"{self._name}/{self._forwards}/{len(self._calls)}",
-            self._group.rank(),
-        )
+        store, own = _get_default_store(), self._group.rank()
+        place = f"{self._name}/{self._forwards}/{len(self._calls)}"
         store.set(f"{place}/{own}", str(number))
         for rank in range(self._group.size()):
             try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from memfit.capture.capture import capture, capture_real
 from memfit.capture.captured import Captured
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import COLD_SHARE, Cost, with_costs
+from memfit.capture.fresh_memory import FreshMemory
+from memfit.capture.host_time import HostTime
 from memfit.capture.reference_work import LOOKS, QUIET, ReferenceWork
 from memfit.capture.roofline import estimated_costs, work_of
 from memfit.capture.source import StepSource
@@ -392,6 +396,27 @@ def test_what_is_known_is_timed_once_more_beside_what_is_new(tmp_path: Path, mon
     assert asked[-1] - beside == other.keys() - known.keys()
 
 
+def test_known_calls_that_do_not_agree_say_nothing_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of them met page faults when they were timed first, and by now do not; the others take as long as before."""
+    wide = nn.Sequential(nn.Linear(32, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 32))
+    known, other = (
+        capture(StepSource(wide, small.rows(rows), small.squared_error, small.adamw)).calls for rows in (1024, 2048)
+    )
+    factors: Iterator[float] = itertools.repeat(1.0)
+
+    def measure(_: timing.KernelTimer, wanted: dict[str, Any], __: object) -> dict[str, Cost]:
+        return {key: Cost(next(factors) * 1e-3) for key in wanted}
+
+    busy_for(monkeypatch, 1.0)
+    monkeypatch.setattr(timing.KernelTimer, "measure", measure)
+    CostTable(CPU, tmp_path).measure(known)
+    in_another_process(monkeypatch)
+    table = CostTable(CPU, tmp_path)
+    table.measure(known)
+    factors = itertools.chain([0.25, 0.5, 0.25, 0.5], itertools.repeat(1.0))
+    assert all(cost.seconds == pytest.approx(1e-3) for cost in table.measure(other).values())
+
+
 def test_a_few_calls_say_nothing_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = captured_chain().calls
     few = dict(list(calls.items())[: cost_table.FEWEST_BESIDE - 1])
@@ -547,19 +572,52 @@ def test_a_run_that_got_new_pages_from_the_system_is_not_counted(
         return 20e-3 if slow else 1e-3
 
     busy_for(monkeypatch, 1.0)
-    monkeypatch.setattr(timing, "new_pages", lambda: pages[0])
+    monkeypatch.setattr(timing, "page_faults", lambda: pages[0])
+    monkeypatch.setattr(timing, "fresh_memory", lambda _: FreshMemory(1e-6, 4096.0))
     monkeypatch.setattr(timing.KernelTimer, "_run_seconds", seconds)
     for cost in CostTable(CPU, tmp_path).measure(captured_chain().calls).values():
         assert cost.seconds == pytest.approx(1e-3)
 
     def always(*_: Any) -> float:
-        pages[0] += 1
+        pages[0] += 5000
         return 20e-3
 
     in_another_process(monkeypatch)
     monkeypatch.setattr(timing.KernelTimer, "_run_seconds", always)
-    for cost in CostTable(CPU, tmp_path / "other").measure(captured_chain().calls).values():
-        assert cost.seconds == pytest.approx(20e-3)  # as it will be in training
+    captured = captured_chain()
+    costs = CostTable(CPU, tmp_path / "other").measure(captured.calls)
+    assert all(cost.seconds == pytest.approx(15e-3) and cost.faults == 5000 for cost in costs.values())
+    host = replace(HostTime.same_after_all(0.0), fault=2e-6)  # slower than when they were timed
+    trace = with_costs(captured, costs, seconds_are="measured", device="here", host=host)
+    kernels = [op for op in trace.operations if op.key in costs and op.times == 1.0]
+    assert kernels
+    assert all(op.seconds == pytest.approx(25e-3) for op in kernels)  # as it will be in training
+
+
+@pytest.mark.parametrize("faults_each", [1, 0], ids=["from the system", "in a hole"])
+def test_a_large_block_comes_from_the_system_in_a_step_whether_it_did_when_it_was_timed(
+    faults_each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = StepSource(nn.Linear(1, 10240), torch.ones(1024, 1), lambda model, x: model(x).square().sum(), None)
+    captured, met = capture(wide), [0]
+    pages = {
+        key: sum(size for size in call.made_bytes if size >= 32 << 20) // 4096 for key, call in captured.calls.items()
+    }
+    assert {0, 10240} <= set(pages.values())
+
+    def seconds(_: Any, call: CallSpec, *__: Any) -> float:
+        (large,) = {pages[key] for key, each in captured.calls.items() if each is call}
+        met[0] += faults_each * large
+        return 1e-3 + 1e-6 * faults_each * large
+
+    busy_for(monkeypatch, 1.0)
+    monkeypatch.setattr(timing, "page_faults", lambda: met[0])
+    monkeypatch.setattr(timing, "fresh_memory", lambda _: FreshMemory(1e-6, 4096.0))
+    monkeypatch.setattr(timing, "PROFILED_SECONDS", math.inf)
+    monkeypatch.setattr(timing.KernelTimer, "_run_seconds", seconds)
+    costs = CostTable(CPU, tmp_path).measure(captured.calls)
+    assert {key: cost.faults for key, cost in costs.items()} == pages
+    assert all(cost.seconds == pytest.approx(1e-3) for cost in costs.values())
 
 
 def test_the_reference_work_knows_its_least_time() -> None:

@@ -14,6 +14,7 @@ from memfit.capture import cost_table
 from memfit.capture.capture import capture
 from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import with_costs
+from memfit.capture.fresh_memory import KEPT
 from memfit.capture.host_time import BEFORE, ROWS, TOUCHED, HostTime, host_time, touched_since
 from memfit.capture.reference_work import ReferenceWork
 from memfit.capture.source import StepSource
@@ -45,6 +46,7 @@ def test_only_what_the_mode_adds_is_counted_nothing_is_drawn_and_no_mode_is_left
 def test_it_is_timed_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([KNOWN])
     monkeypatch.setattr(cost_table, "host_time", lambda _: next(times))
+    monkeypatch.setattr(cost_table, "fresh_memory", lambda _: KEPT)
     monkeypatch.setattr(ReferenceWork, "slowdown", lambda _: 1.0)
     table = CostTable(CPU, tmp_path)
     assert table.host_time() == KNOWN

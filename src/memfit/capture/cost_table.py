@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -16,16 +16,17 @@ import torch
 
 from memfit.capture.calls import CallSpec
 from memfit.capture.costs import Cost
+from memfit.capture.fresh_memory import fresh_memory
 from memfit.capture.host_time import ROWS, TOUCHED, HostTime, host_time
 from memfit.capture.present_machine import device_name, present_machine
 from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork
 from memfit.capture.roofline import estimated_seconds
-from memfit.capture.timing import KernelTimer, processor_clock
+from memfit.capture.timing import KernelTimer, agree, processor_clock
 from memfit.identity import digest
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 25
+FORMAT: Final = 26
 # Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
 BESIDE_SECONDS: Final = 1e-4, 3e-2
 MOST_BESIDE: Final = 8
@@ -121,9 +122,8 @@ _HOST: Final = (
     *(f"an operation after {touched} bytes" for touched in TOUCHED),
     *(f"a view after {touched} bytes" for touched in TOUCHED),
 )
-_LEAST: Final = (
-    7  # place in a line, after the fields of a cost: the least seconds of the reference work when it was written
-)
+# Place in a line, after the fields of a cost: the least seconds of the reference work when it was written.
+_LEAST: Final = len(fields(Cost))
 _KNOWN: Final[dict[Path, _KnownCosts]] = {}  # by the file
 
 
@@ -182,7 +182,8 @@ class CostTable:
         here = [self._here(cost).seconds for cost in costs if cost is not None]
         parts = iter(here)
         counts = (len(ROWS), len(ROWS), len(TOUCHED), len(TOUCHED))
-        return HostTime(*(tuple(islice(parts, count)) for count in counts))
+        modes, products, operations, views = (tuple(islice(parts, count)) for count in counts)
+        return HostTime(modes, products, operations, views, fresh_memory(processor_clock()).seconds)
 
     def _here(self, cost: Cost) -> Cost:
         """A cost as this computer has it while this process plans. One number for all, so that costs taken at different times can be compared."""
@@ -235,7 +236,8 @@ class CostTable:
         timer = KernelTimer(self.device, {**again, **calls}, self._reference)
         found = timer.measure({**again, **{key: calls[key] for key in wanted}}, tell)
         ratios = [seconds / found[key].seconds for key, (_, seconds) in beside.items() if key in found]
-        scale = median(ratios) if len(ratios) >= FEWEST_BESIDE else 1.0
+        # Where they do not agree it is not all work that takes longer by as much, but some of it, for reasons of its own.
+        scale = median(ratios) if len(ratios) >= FEWEST_BESIDE and agree(ratios) else 1.0
         for key, d in wanted.items():
             cost, before = found.get(key), self._known.get(d)
             cost = None if cost is None else _scaled(cost, scale)
@@ -263,7 +265,7 @@ def _read(row: Sequence[Any], least_reference_seconds: float) -> Cost:
         row: as `append` writes it.
         least_reference_seconds: that the reference work has taken by now.
     """
-    seconds, workspace, made, layouts, measured, slowdown, cold, least = row
+    seconds, workspace, made, layouts, measured, slowdown, cold, faults, least = row
     truly = slowdown if least is None else slowdown * least / least_reference_seconds
     if truly <= BUSY:  # by so much it wavers
         truly = slowdown
@@ -275,5 +277,6 @@ def _read(row: Sequence[Any], least_reference_seconds: float) -> Cost:
         measured,
         truly,
         cold,
+        faults,
     )
     return _scaled(cost, slowdown / truly)

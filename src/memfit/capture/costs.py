@@ -40,6 +40,7 @@ class Cost:
         measured: run on the device, not estimated.
         slowdown: how many times longer than on a quiet computer work took while this was measured, at least (`reference_work`).
         cold_seconds: of one run that finds nothing of what it reads and writes in the caches; None where that makes no difference, or is not known.
+        faults: of pages, that each run meets as it gets large blocks from the system; what they take is not in `seconds`.
     """
 
     seconds: float
@@ -49,6 +50,7 @@ class Cost:
     measured: bool = True
     slowdown: float = 1.0
     cold_seconds: float | None = None
+    faults: int = 0
 
     @property
     def in_a_step(self) -> float:
@@ -114,7 +116,8 @@ def with_costs(
             # The fake kernel gives one storage twice where the real one makes two (a fused RNN's bias gradients).
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
         # Of what the caches lack for it, the cold time has its code, too.
-        seconds = sharing * (cost.in_a_step + (host.added_after(since, op) if cost.cold_seconds is None else 0.0))
+        seconds = cost.in_a_step + (host.added_after(since, op) if cost.cold_seconds is None else 0.0)
+        seconds = sharing * (seconds + cost.faults * host.fault)
         workspace = cost.workspace_bytes + hidden
         lately.append(op.times * seconds)
         operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))

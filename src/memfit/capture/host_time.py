@@ -50,12 +50,14 @@ class HostTime:
         operations: that an operation takes longer, without a mode, after a kernel that went through as many bytes as `TOUCHED` says, than after one that
             touched nothing: the code that leads to its kernel is read from memory.
         views: that an operation which only looks at its input in another way takes longer.
+        fault: that a page fault takes, as a large block comes from the system.
     """
 
     modes: tuple[float, ...]
     products: tuple[float, ...]
     operations: tuple[float, ...]
     views: tuple[float, ...]
+    fault: float = 0.0
 
     @classmethod
     def same_after_all(cls, mode: float) -> HostTime:

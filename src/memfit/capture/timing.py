@@ -7,17 +7,12 @@ opaque outputs (a fused RNN's reserve space). The runs that are timed show both.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from statistics import median
-from typing import Any, Final
-
-try:
-    import resource
-except ModuleNotFoundError:  # Windows
-    resource = None  # type: ignore[assignment]
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -25,6 +20,7 @@ from memfit import dispatch
 from memfit.capture.arguments import Filled, arguments_of, run
 from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, layout_of
 from memfit.capture.costs import Cost
+from memfit.capture.fresh_memory import KEPT, fresh_memory, page_faults
 from memfit.capture.present_machine import present_machine
 from memfit.capture.reference_work import ReferenceWork
 from memfit.meter import profiled, spans_and_changes, workspace_of
@@ -41,7 +37,8 @@ IN_A_ROW_SECONDS: Final = 200e-6
 MEASURE_SECONDS: Final = 0.002  # each call is repeated until about this long has been measured, in each round
 MOST_REPEATS: Final = 4
 ROWS: Final = 3
-TRIES: Final = 5  # until an operation has run without new pages from the system
+TRIES: Final = 5  # until an operation meets no page faults, or as many as before
+SETTLED: Final = 0.9  # of the faults of the run before: they come with every run
 # A machine that others use is slower for moments and for seconds on end, so one call's runs right after each other say little, and its time is over that of
 # the reference work. All calls are timed in turn, and those again of which half of the times differ by more than this. Medians are taken, not the shortest
 # times: a call that is short and run often would look faster than one that is long.
@@ -73,6 +70,8 @@ class KernelTimer:
         self._reference = reference
         self._calls = calls
         self._cache_filler: torch.Tensor | None = None
+        self._clock = processor_clock()
+        self._fresh = fresh_memory(self._clock) if device.type == "cpu" else KEPT
 
     def measure(self, wanted: Mapping[str, CallSpec], progress: Callable[[int], None]) -> dict[str, Cost]:
         """Costs of the calls that can be run alone. Those that are too large or fail on synthetic arguments are left out.
@@ -94,26 +93,27 @@ class KernelTimer:
             progress(len(names))
             name = f"memfit.cost.{len(names)}"
             names[name] = key
-            times: list[float] = []
             before = self._slowdown()
             made: tuple[int, ...] = ()
             layouts: ResultLayouts = ()
-            # A first run may allocate what then stays, and take longer: the last span of a name counts.
-            pages, got = -1, 0
-            while len(times) < 2 or (got > pages and len(times) < TRIES):
-                pages, begin = new_pages(), clock()
+
+            def once() -> float:
+                nonlocal made, layouts
+                begin = self._clock()
                 with torch.profiler.record_function(name):
                     result = run(call, args, kwargs)
-                times.append(clock() - begin)
-                got = new_pages()
+                taken = self._clock() - begin
                 made, layouts = self._results(result, args, kwargs)
-                del result
-                if times[0] >= VERY_LONG_SECONDS:
-                    break
+                return taken
+
+            # A first run may allocate what then stays, and take longer: the last span of a name counts.
+            ran = self._run(once)
+            if ran.seconds < VERY_LONG_SECONDS:
+                ran = self._run_with_its_pages(once)
             found[key] = Cost(0.0, 0, made, layouts)
-            timed[key] = _Timed()
-            if times[-1] >= PROFILED_SECONDS:
-                timed[key].add(times[-1], None, (before + self._slowdown()) / 2)
+            timed[key] = _Timed(self._fresh.faults_of(made))
+            if ran.seconds >= PROFILED_SECONDS:
+                timed[key].add(ran, None, (before + self._slowdown()) / 2)
 
         def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
             before = self._slowdown()
@@ -122,10 +122,9 @@ class KernelTimer:
             known = timed[key].warm
             meets_cold = bool(known) and self._meets_cold_caches(touched, median(known))
             cold = self._cold_seconds(call, args, kwargs) if meets_cold else None
-            warm = self._warm_seconds(call, args, kwargs)
+            warm = self._warm_run(call, args, kwargs)
             timed[key].add(warm, cold, (before + self._slowdown()) / 2)
 
-        clock = processor_clock()
         shared = Filled(self.device)
         with profiled() as profile:
             self._each(wanted, shared, profile_call)
@@ -221,30 +220,56 @@ class KernelTimer:
         torch.cuda.synchronize(self.device)
         return median(float(start.elapsed_time(end)) / 1e3 for start, end in events)
 
-    def _warm_seconds(self, call: CallSpec, args: Any, kwargs: Any) -> float:
-        """The median of several runs on a CPU."""
+    def _warm_run(self, call: CallSpec, args: Any, kwargs: Any) -> _Run:
+        """The median of several on a CPU."""
 
         def once() -> float:
             return self._run_seconds(call, args, kwargs)
 
-        times = [_with_pages_it_has(once)]
-        while len(times) < MOST_REPEATS and sum(times) < MEASURE_SECONDS:
-            times.append(_with_pages_it_has(once))
-        if min(times) > IN_A_ROW_SECONDS / 2:
-            return median(times)
-        runs = max(1, int(IN_A_ROW_SECONDS / max(min(times), 1e-6)))
-        return median(self._run_seconds(call, args, kwargs, runs) for _ in range(ROWS))
+        ran = [self._run_with_its_pages(once)]
+        while len(ran) < MOST_REPEATS and sum(each.seconds for each in ran) < MEASURE_SECONDS:
+            ran.append(self._run_with_its_pages(once))
+        least = min(each.seconds for each in ran)
+        if least > IN_A_ROW_SECONDS / 2:
+            return _Run.median_of(ran)
+        runs = max(1, int(IN_A_ROW_SECONDS / max(least, 1e-6)))
+        return _Run(median(self._run_seconds(call, args, kwargs, runs) for _ in range(ROWS)), 0)
 
     def _cold_seconds(self, call: CallSpec, args: Any, kwargs: Any) -> float:
         """One run with cold caches."""
         filler = self._cache_filler
         if filler is None:
             filler = self._cache_filler = torch.ones(CACHE_BYTES // 4)
-        return _with_pages_it_has(lambda: self._run_seconds(call, args, kwargs), lambda: filler.add_(0.0))
+        return self._run_with_its_pages(lambda: self._run_seconds(call, args, kwargs), lambda: filler.add_(0.0)).seconds
+
+    def _run_with_its_pages(self, run: Callable[[], float], before: Callable[[], object] = lambda: None) -> _Run:
+        """The first of some runs that meets no page faults, or no fewer than the one before: those of blocks which malloc gives back each time.
+
+        A process that has just begun gets new pages for what its allocator has not held yet, which a step that is repeated does not. Getting them took up to
+        twenty times as long as the operation.
+
+        Args:
+            run: returns its seconds.
+            before: called before each run, untimed.
+        """
+        ran: list[_Run] = []
+        while not ran or (ran[-1].faults and len(ran) < TRIES):
+            before()
+            ran.append(self._run(run))
+            if len(ran) > 1 and ran[-1].faults >= SETTLED * ran[-2].faults:
+                break
+        return ran[-1]
+
+    def _run(self, run: Callable[[], float]) -> _Run:
+        """One run, given what returns its seconds."""
+        met = page_faults()
+        seconds = run()
+        met = page_faults() - met
+        return _Run(max(0.0, seconds - met * self._fresh.seconds), met)
 
     def _run_seconds(self, call: CallSpec, args: Any, kwargs: Any, runs: int = 1) -> float:
         """Seconds of one of so many runs in a row."""
-        clock, func = processor_clock(), call.func
+        clock, func = self._clock, call.func
         # As in `run`, but with nothing of ours between the clock and the operation.
         with torch.enable_grad():
             begin = clock()
@@ -253,63 +278,57 @@ class KernelTimer:
             return (clock() - begin) / runs
 
 
-def new_pages() -> int:
-    """Pages of memory that this thread has got from the system so far."""
-    return (
-        0
-        if resource is None
-        else resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_minflt
-    )
+class _Run(NamedTuple):
+    """A run of a call on a CPU.
 
-
-def _with_pages_it_has(run: Callable[[], float], before: Callable[[], object] = lambda: None) -> float:
-    """Seconds of the first of some runs for which the process got no new pages; the median where each got some, as it then does in training.
-
-    A process that has just begun gets new pages for what its allocator has not held yet, which a step that is repeated does not. Getting them took up to twenty
-    times as long as the operation.
-
-    Args:
-        run: returns its seconds.
-        before: called before each run, untimed.
+    Attributes:
+        seconds: without those of the page faults.
+        faults: of pages that it met.
     """
-    times = []
-    for _ in range(TRIES):
-        before()
-        pages = new_pages()
-        times.append(run())
-        if new_pages() == pages:
-            return times[-1]
-    return median(times)
+
+    seconds: float
+    faults: int
+
+    @classmethod
+    def median_of(cls, ran: Sequence[_Run]) -> _Run:
+        """Of several."""
+        return cls(median(each.seconds for each in ran), round(median(each.faults for each in ran)))
 
 
 class _Timed:
     """What the rounds have found of one call.
+
+    Args:
+        large_faults: of pages that it meets where the large blocks that it makes come from the system.
 
     Attributes:
         warm, cold: seconds in warm and in cold caches, over the slowdown meanwhile.
         rounds: in which it was timed, or could not be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, large_faults: int) -> None:
+        self._large_faults = large_faults
+        self._faults = 0
         self.warm: list[float] = []
         self.cold: list[float] = []
         self.rounds = 0
         self._long = False
         self._slowdown = inf
 
-    def add(self, warm: float, cold: float | None, slowdown: float) -> None:
+    def add(self, warm: _Run, cold: float | None, slowdown: float) -> None:
         """What it took in one round, and how much slower the computer was beside it."""
-        self.warm.append(warm / slowdown)
+        self.warm.append(warm.seconds / slowdown)
+        self._faults = max(self._faults, warm.faults)
         if cold is not None:
             self.cold.append(cold / slowdown)
-        self._long = self._long or warm >= VERY_LONG_SECONDS
+        self._long = self._long or warm.seconds >= VERY_LONG_SECONDS
         self._slowdown = min(self._slowdown, slowdown)
 
     @property
     def settled(self) -> bool:
         """Whether more rounds would say nothing new."""
         return self._long or (
-            self.rounds + 1 >= ROUNDS.start and _agree(self.warm) and (not self.cold or _agree(self.cold))
+            self.rounds + 1 >= ROUNDS.start and agree(self.warm) and (not self.cold or agree(self.cold))
         )
 
     def cost(self, cost: Cost, workspace_bytes: int) -> Cost:
@@ -326,10 +345,12 @@ class _Timed:
             workspace_bytes=workspace_bytes,
             slowdown=self._slowdown,
             cold_seconds=max(warm, median(self.cold)) if self.cold else None,
+            # Without any, large blocks were put into a hole in every round, as they are not in a step that fills the holes.
+            faults=self._faults or self._large_faults,
         )
 
 
-def _agree(times: Iterable[float]) -> bool:
+def agree(times: Iterable[float]) -> bool:
     """Whether the middle half of some times are about the same."""
     times = sorted(times)
     middle = times[len(times) // 4 : len(times) - len(times) // 4]

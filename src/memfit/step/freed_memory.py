@@ -13,11 +13,12 @@ import os
 import platform
 from typing import Final
 
+# Blocks of so many bytes and more are given back at once: malloc cannot be told to keep larger ones. Told to map none at all it would keep them, too, but among
+# the small ones, with holes between them: an LSTM's process grew by up to a third more than its tensors (docs/design/log.md).
+GIVEN_BACK_BYTES: Final = 32 << 20
 _TRIM_THRESHOLD: Final = -1, -1  # of mallopt(3): its number, and the value that switches it off
-_MMAP_THRESHOLD: Final = (
-    -3,
-    32 << 20,
-)  # the largest that it takes; setting the other one leaves this where it happens to be, so it is set as well
+# Setting the other one leaves this where it happens to be, so it is set as well.
+_MMAP_THRESHOLD: Final = -3, GIVEN_BACK_BYTES
 # By which a user says how malloc is to do it.
 _BY_THE_USER: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 

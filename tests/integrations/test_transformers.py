@@ -6,6 +6,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -557,6 +558,67 @@ def test_batches_of_a_loader_that_takes_no_size_are_left_whole(trainer: Make) ->
     assert fitted.plan.choices.micro_batches == 1
     inside.train()
     assert len(fitted.engine.records) == 2
+
+
+class Preferring(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Of each pair the first is to score higher; a batch has the first ones of all pairs, then the second ones."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
+        chosen, rejected = model(**inputs).logits[:, 0].chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def pairs(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack([sample[key] for key in ("chosen", "rejected") for sample in samples])}
+
+
+def packed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All samples in one row."""
+    return {key: torch.cat([sample[key] for sample in samples])[None] for key in samples[0]}
+
+
+def trainer_of_pairs(trainer: Make, **named: Any) -> Any:
+    tokens = [row["input_ids"] for row in data_for(classifier(), 48)]
+    data = [{"chosen": a, "rejected": b} for a, b in zip(tokens[::2], tokens[1::2], strict=True)]
+    made = trainer(classifier(), data, kind=Preferring, per_device_train_batch_size=4, max_steps=3, **named)
+    made.data_collator = pairs
+    return made
+
+
+def trainer_of_packed(trainer: Make, **named: Any) -> Any:
+    made = trainer(language_model(), per_device_train_batch_size=4, max_steps=3, **named)
+    made.data_collator = packed
+    return made
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("make", [trainer_of_pairs, trainer_of_packed])
+def test_batches_of_more_or_fewer_rows_than_samples_are_planned_for_whole(
+    trainer: Make, make: Callable[..., Any], accumulated: int
+) -> None:
+    settings = {"gradient_accumulation_steps": accumulated, "remove_unused_columns": False}
+    plain = make(trainer, **settings)
+    plain.train()
+    inside = make(trainer, **settings)
+    with pytest.raises(
+        InfeasibleError, match=r"left whole: the data collator makes \d rows of 4 samples. Lower per_device_train"
+    ) as no:
+        memfit.transformers.fit(inside, "64KiB")
+    assert no.value.minimum_bytes is not None
+    inside = make(trainer, **settings)
+    fitted = memfit.transformers.fit(inside, no.value.minimum_bytes, meter=True)
+    assert fitted.plan.choices.micro_batches == accumulated
+    inside.train()
+    assert logged(inside) == logged(plain)
+    assert apart(inside.model, plain.model) == 0.0
+    assert set(peaks(fitted)) == {fitted.plan.prediction.peak_bytes}
+    # Given by hand it has as many rows as the collator makes, and nothing else will do.
+    step = next(iter(plain.get_train_dataloader()))
+    for times, refused in ((accumulated, False), (3, True)):
+        sample = {key: torch.cat([value] * times) for key, value in step.items()}
+        with pytest.raises(InputError, match="the largest step holds") if refused else nullcontext():
+            made = memfit.transformers.fit(make(trainer, **settings), "1GiB", sample=sample)
+            assert made.plan.prediction.plain_peak_bytes == fitted.plan.prediction.plain_peak_bytes
 
 
 def test_a_batch_larger_than_the_sample_is_refused_before_it_runs(trainer: Make) -> None:

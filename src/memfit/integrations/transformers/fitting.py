@@ -24,9 +24,9 @@ from memfit.errors import InfeasibleError, InputError
 from memfit.integrations.adapter import Adapter, TrainerStep, left_whole
 from memfit.integrations.ranks import in_turns, own_of, ranks_here
 from memfit.integrations.transformers.refused import refuse
-from memfit.integrations.transformers.sample import ITEMS, makes_own_sizes, samples_of, windows_of
+from memfit.integrations.transformers.sample import ITEMS, makes_own_sizes, window_given, windows_of
 from memfit.integrations.transformers.several_ranks import TrainerOnRanks, check_saving, prepared
-from memfit.integrations.window import divisors_of, off_device, parts_weights
+from memfit.integrations.window import OtherBatches, divisors_of, off_device, parts_weights
 from memfit.optimizers.chunked import ChunkedOptimizer
 from memfit.step.program import own_optimizer
 from memfit.values.request import Budget
@@ -99,15 +99,21 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         self._own_loss: Callable[..., Any] = trainer.compute_loss
         self._own_batches: Callable[..., Any] = trainer.get_batch_samples
         self._trainer = trainer
-        whole = makes_own_sizes(trainer)
+        window, others, by_rows = self._largest()
+        own_sizes = makes_own_sizes(trainer)
+        whole = own_sizes or by_rows
         possible = [1] if whole else divisors_of(given)  # equal parts, as Trainer's loader makes them
         asked = self._divisor_asked(accumulated, given, possible)
         # With a last batch left out, smaller ones would leave out less.
         weighed = [1] if args.dataloader_drop_last and asked is None else possible
         try:
-            engine = self._fit(self._step_of(model, trainer.create_optimizer(), accumulated, weighed), asked)
+            step = self._step_of(model, trainer.create_optimizer(), accumulated, weighed, window, others)
+            engine = self._fit(step, asked)
         except InfeasibleError as refused:
-            raise left_whole(refused, whole, "Let it take the size from the arguments") if whole else refused from None
+            instead = "Let it take the size from the arguments"
+            if not own_sizes:
+                instead = "Lower per_device_train_batch_size, and raise gradient_accumulation_steps by as much"
+            raise left_whole(refused, whole, instead) if whole else refused from None
         self._divisor = engine.plan.choices.micro_batches // accumulated
         trainer.training_step = self._placing(trainer.training_step)
         if self._shared is None:
@@ -139,12 +145,24 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
 
         return closing
 
+    def _largest(self) -> tuple[Batch, OtherBatches | None, str]:
+        """The largest batch of a step, others that may come, and why their rows do not divide them; "" where they do."""
+        if self.sample is None:
+            return windows_of(self._trainer)
+        window, by_rows = window_given(self._trainer, self.sample)
+        return window, None, by_rows
+
     def _step_of(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulated: int, divisors: Sequence[int]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        accumulated: int,
+        divisors: Sequence[int],
+        window: Batch,
+        others: OtherBatches | None,
     ) -> TrainerStep:
-        """The trainer's step, over the largest batch in its data."""
+        """The trainer's step, over these batches."""
         trainer = self._trainer
-        window, others = windows_of(trainer) if self.sample is None else (self.sample, None)
         sample = self._sample(trainer, window)
         if others is not None:
             others = others.changed(lambda other: off_device(self._sample(trainer, other)))
@@ -167,7 +185,8 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
                 "the optimizer's state is in 8 bits, which is laid out for the parameters that were trained before"
             )
         accumulated = self._trainer.args.gradient_accumulation_steps // divisor
-        self._fit(self._step_of(engine.model, optimizer, accumulated, [divisor]), divisor)
+        window, others, _ = self._largest()
+        self._fit(self._step_of(engine.model, optimizer, accumulated, [divisor], window, others), divisor)
 
     def _placing(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """The trainer's `training_step`, which may take several losses of its micro-batch: it alone tells which one that is."""
@@ -187,16 +206,6 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
 
     def _sample(self, trainer: Trainer, window: Batch) -> Batch:
         """The window as the engine is given it: with Trainer's count of what losses are divided by."""
-        if not isinstance(window, Mapping):
-            raise InputError(
-                f"a batch of this trainer is a {type(window).__name__}; Trainer hands a mapping to the model: let the collator make one"
-            )
-        samples = samples_of(trainer.args)
-        if batches.size(window) != samples:
-            raise InputError(
-                f"the largest step holds {batches.size(window)} samples, and the arguments say {samples} (per_device_train_batch_size x "
-                "gradient_accumulation_steps): give as many, or lower the arguments"
-            )
         _, items = self._own_batches(iter([window]), 1, trainer.args.device)
         self._divides = self._trainer_divides(items)
         inputs = dict(trainer._prepare_inputs(dict(window)))  # noqa: SLF001 - what training_step calls; brings it to the device

@@ -187,14 +187,22 @@ def _when(change: tuple[int, int]) -> int:
 @contextmanager
 def profiled() -> Iterator[Any]:
     """A profiler session that keeps memory events; yields the profile, whose results are there after the block."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # kineto warns about absent accelerators
+    with _silent():
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         profile.__enter__()
-        try:
-            yield profile
-        finally:
+    try:
+        yield profile
+    finally:
+        with _silent():
             profile.__exit__(None, None, None)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Where kineto warns about absent accelerators. What runs under the profiler may warn: it is a step of the user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _allocations(profile: Any) -> list[tuple[int, int, int]]:

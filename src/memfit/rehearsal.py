@@ -20,7 +20,7 @@ from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, Remedy, SnapshotError
 from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
-from memfit.step.attributes import Attributes, held_by
+from memfit.step.attributes import Attributes, besides_modules, held_by
 from memfit.step.guard import Guard
 from memfit.step.held_tensors import model_tensors
 from memfit.step.optimizer_state import set_optimizer
@@ -55,6 +55,7 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1, *, held: bo
         stack.enter_context(_copied_to_disk([*kept, *written.values()], own_optimizer(engine.optimizer)))
         stack.enter_context(_unchanged(engine, attributes.modules))
         stack.callback(attributes.put_back)
+        stack.callback(besides_modules(engine.loss_fn).put_back)
         if engine.stream is not None:
             stack.enter_context(engine.stream.undone())
         _step_taken(engine, sample, loader_batches, held=held)

@@ -252,6 +252,47 @@ def test_a_criterion_of_the_loss_function_is_as_before(named: str) -> None:
     assert type(criterion.centre) is Tensor
 
 
+class Meter:
+    """As metrics are kept beside a loss."""
+
+    def __init__(self) -> None:
+        self.count, self.history, self.of = 0, [], {"mean": [0.5]}  # type: ignore[var-annotated]
+
+    def update(self, loss: Tensor) -> None:
+        self.count += 1
+        self.history.append(loss.detach())
+        self.of["mean"].append(loss.item())
+        self.of.setdefault("largest", []).append(loss.item())
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_what_a_loss_function_notes_besides_is_as_before(*, bound: bool) -> None:
+    model, sample = small.chain(2), small.rows(8)
+    history: list[Tensor] = []
+    meter = Meter()
+
+    def closes_over(model: nn.Module, batch: Any) -> Tensor:
+        loss = small.squared_error(model, batch)
+        history.append(loss)
+        meter.update(loss)
+        return loss
+
+    class Own:
+        def __init__(self) -> None:
+            self.history, self.steps = history, 0
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            self.steps += 1
+            return closes_over(model, batch)
+
+    own = Own()
+    engine = memfit.fit(model, sample, own.loss if bound else closes_over, "1GiB", small.adamw)
+    assert (history, own.steps, vars(meter)) == ([], 0, vars(Meter()))
+    engine.step(sample)
+    assert (len(history), own.steps, meter.count) == (1, int(bound), 1)
+    assert meter.of["mean"] == [0.5, history[0].item()]
+
+
 class Normalises(nn.Module):
     """Changes what it is given: in place (Whisper masks its features so), and each sample by itself, so that the batch splits.
 

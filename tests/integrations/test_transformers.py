@@ -560,6 +560,67 @@ def test_batches_of_a_loader_that_takes_no_size_are_left_whole(trainer: Make) ->
     assert len(fitted.engine.records) == 2
 
 
+class AtOnceOrInTurn(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Runs both parts of a batch at once where they are of one length, else one after the other; keeps metrics."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.kept: dict[str, list[float]] = {}
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
+        first, second = inputs["chosen"], inputs["rejected"]
+        together = first.shape == second.shape
+        runs = [torch.cat([first, second])] if together else [first, second]
+        loss = torch.cat([model(input_ids=each).logits for each in runs]).square().mean()
+        self.kept.setdefault("norm", []).append(loss.item())
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
+        means = {name: sum(values) / len(values) for name, values in self.kept.items()}
+        self.kept.clear()
+        super().log({**logs, **means}, *args, **named)
+
+
+def padded_each(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Chosen and rejected ones each to their own length."""
+    return {key: nn.utils.rnn.pad_sequence([sample[key] for sample in samples], batch_first=True) for key in samples[0]}
+
+
+def test_a_path_that_comes_in_training_is_planned_for_after_its_first_step_and_metrics_are_trainers_own(
+    trainer: Make,
+) -> None:
+    torch.manual_seed(0)
+    data = [
+        {key: torch.randint(5, 100, (length,)) for key, length in (("chosen", 16), ("rejected", short))}
+        for short in (16, 16, 14, 14, 14, 14, 12, 12)
+    ]
+
+    def made() -> Any:
+        each = trainer(
+            classifier(),
+            data,
+            kind=AtOnceOrInTurn,
+            per_device_train_batch_size=2,
+            max_steps=4,
+            remove_unused_columns=False,
+        )
+        each.data_collator = padded_each
+        each._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)  # type: ignore[arg-type]
+        return each
+
+    plain, budget = made(), 470_000
+    plain.train()
+    inside = made()
+    fitted = memfit.transformers.fit(inside, budget, meter=True, fixed={"micro_batches": 1})
+    assert fitted.plan.prediction.plain_peak_bytes > 1.3 * budget
+    with pytest.warns(UserWarning, match="operation 0 is"):
+        inside.train()
+    assert logged(inside) == logged(plain)
+    assert logged(inside, "norm") == logged(plain, "norm")
+    assert [bool(record.divergences) for record in fitted.engine.records] == [False, True, False, False]
+    assert max(fitted.engine.records[number].peak_bytes or 0 for number in (2, 3)) <= budget
+
+
 class Preferring(transformers.Trainer):  # type: ignore[misc, name-defined]
     """Of each pair the first is to score higher; a batch has the first ones of all pairs, then the second ones."""
 

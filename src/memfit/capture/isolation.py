@@ -19,7 +19,7 @@ from torch import nn
 from memfit.batches import Batch, leaves
 from memfit.dispatch import DispatchMode, has_storage, storage_key, written
 from memfit.step.absent import Absent
-from memfit.step.attributes import Attributes, Container, held_by
+from memfit.step.attributes import Attributes, Container, besides_modules, held_by
 from memfit.storage.raw_bytes import flat_storage
 
 # Tensors outside of modules' own attributes are copied up to this size; larger ones are no state of a model, as a rule, but data.
@@ -33,7 +33,7 @@ def lent(
     """Replace every parameter, buffer and tensor attribute of the model by `make(tensor)` inside the block.
 
     One tensor used in several places (tied weights) stays one tensor. Everything is put back at exit, attributes set meanwhile included (`Attributes`), those
-    of modules that the loss function closes over too.
+    of modules that the loss function closes over too, and what is in its lists, dictionaries and objects.
 
     Tensors further down (in a dictionary of caches, in an object, in a criterion) are private copies with their values, as caches are constants; parameters
     of modules that the model has not registered (a teacher in a list) stay, without their gradients.
@@ -64,7 +64,7 @@ def lent(
         return tensor if isinstance(tensor, nn.Parameter) else _with_private_storage(tensor, copied)
 
     own = list(model.modules())
-    before = Attributes([*own, *held_by(loss_fn)])
+    before, besides = Attributes([*own, *held_by(loss_fn)]), besides_modules(loss_fn)
     mine = {id(module) for module in own}
     others = [p for m in before.modules if id(m) not in mine for p in m._parameters.values() if p is not None]
     gradients = [(parameter, parameter.grad) for parameter in others]
@@ -87,6 +87,7 @@ def lent(
         yield
     finally:
         before.put_back()
+        besides.put_back()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -489,9 +489,7 @@ class Engine:
                 'plan with fixed={"update": "after"}, or call engine.step'
             )
         signature = self.plan.signature
-        if self._diverged is not None:
-            diverged, self._diverged = self._diverged, None
-            self._steps.learn_after(diverged, signature, self.learner, self._before_it)
+        self.learn_diverged()
         plan = self._plans.of(signature)[0]
         program = self._program(plan)
         follower = self._executor.follower(self._plans.compiled(plan), retain=retain_graph)
@@ -502,6 +500,12 @@ class Engine:
         if learns and follower is not None and follower.divergence is not None:
             self._plans.note_divergence(signature)
             self._diverged = batch
+
+    def learn_diverged(self) -> None:
+        """Capture and plan for the path that the last `forward(batch)` took, where the plan does not know it. Not under a profiler, which that would end."""
+        if self._diverged is not None and not torch._C._autograd._profiler_enabled():
+            diverged, self._diverged = self._diverged, None
+            self._steps.learn_after(diverged, self.plan.signature, self.learner, self._before_it)
 
     # -- what it stands on ---------------------------------------------------------------------------------------------------
 

@@ -202,7 +202,7 @@ class Adapter:
             why_whole=step.why_whole,
             allows=self.ALLOWS,
             losses_held=self._losses_held,
-            # A trainer hands no batches over, so no path is learnt: where the data is not known, a batch may be like any sample that was shown.
+            # Where the data is not known, a batch may be like any sample that was shown.
             other_samples=(lambda _: rows_alone(step.sample)) if step.others is None else step.others.of,
         )
         if "sharding" in self.fixed:
@@ -278,9 +278,10 @@ class Adapter:
 
     def _start_step(self, present: Batch) -> None:
         """Start the clock and the meter; `present` are the step's batches that are on the device already."""
+        engine = self._planned
+        engine.learn_diverged()  # before the meter, whose profiler it would end
         self._started = time.perf_counter()
         if self.meter:
-            engine = self._planned
             engine.reading = self._metering.enter_context(metered(engine.present(present), engine.device))
 
     def _check(self, batch: Batch, most: int | None = None) -> None:
@@ -299,9 +300,13 @@ class Adapter:
             raise batches.larger_than_planned(have, planned, most, again)
 
     @contextmanager
-    def _following(self) -> Iterator[None]:
-        """Forward and loss of one micro-batch run inside, as planned; a divergence is recorded and warned of."""
-        with self._planned.forward() as follower:
+    def _following(self, batch: Batch | None = None) -> Iterator[None]:
+        """Forward and loss of one micro-batch run inside, as planned; a divergence is recorded and warned of.
+
+        Args:
+            batch: as it goes into forward, from which a path that the plan does not know is learnt; None where `loss_fn` of the plan is not for it.
+        """
+        with self._planned.forward(batch) as follower:
             yield
         self._micro_batches += 1
         if follower is not None and follower.divergence is not None:

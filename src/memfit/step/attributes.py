@@ -72,7 +72,9 @@ class Attributes:
             held, inside = (vars(value),), False
         elif (generator := _generator(value)) is not None:
             self._generators.append(generator)
-        elif not inside and not isinstance(value, _OPAQUE) and isinstance(getattr(value, "__dict__", None), dict):
+        elif inside:
+            del self._seen[id(value)]  # it may be a root, too, or be met in a list
+        elif not isinstance(value, _OPAQUE) and isinstance(getattr(value, "__dict__", None), dict):
             if f"{type(value).__module__}.".startswith(_OF_LIBRARIES):
                 return
             held, inside = (vars(value),), True
@@ -141,12 +143,17 @@ def held_by(function: Callable[..., Any] | None) -> list[nn.Module]:
     return [each for each in values_of(function) if isinstance(each, nn.Module)]
 
 
+def besides_modules(function: Callable[..., Any] | None) -> Attributes:
+    """What else a function may change: lists, dictionaries and objects that it closes over, is bound to, or names (metrics, a history, a trainer)."""
+    return Attributes([each for each in values_of(function) if not isinstance(each, nn.Module)])
+
+
 def values_of(function: Callable[..., Any] | None) -> list[Any]:
     """What a function is bound to, closes over, has as defaults, or names as globals; and what the functions among these do, those of its own module."""
     if function is None:
         return []
     if isinstance(function, types.MethodType):
-        return [function.__self__]
+        return [function.__self__, *values_of(function.__func__)]
     if isinstance(function, partial):
         return [*values_of(function.func), *function.args, *function.keywords.values()]
     if isinstance(function, types.FunctionType):

@@ -12,6 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, overload
 
 import torch
@@ -169,7 +170,9 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         # The norm is computed even where nothing is clipped: it is logged.
         given = trainer.args.max_grad_norm
         norm = given if given and given > 0 else math.inf
-        return TrainerStep(model, sample, self._loss, optimizer, accumulated, divisors, norm, others=others)
+        return TrainerStep(
+            model, sample, partial(self._loss, trainer), optimizer, accumulated, divisors, norm, others=others
+        )
 
     def _plan_between_steps(self) -> None:
         """Plan as when the trainer was attached, in as many micro-batches: Trainer's loader runs already.
@@ -211,11 +214,10 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         inputs = dict(trainer._prepare_inputs(dict(window)))  # noqa: SLF001 - what training_step calls; brings it to the device
         return inputs if items is None else {**inputs, ITEMS: torch.as_tensor(items)}
 
-    def _loss(self, _: nn.Module, batch: Batch) -> torch.Tensor:
-        """Trainer's own loss, as `loss_fn` of the plan."""
+    def _loss(self, trainer: Trainer, _: nn.Module, batch: Batch) -> torch.Tensor:
+        """Trainer's own loss, as `loss_fn` of the plan. The trainer is an argument, so that what it notes (metrics) is put back after planning."""
         inputs = dict(batch)
         items = inputs.pop(ITEMS, None)
-        trainer = self._trainer
         with trainer.compute_loss_context_manager():
             loss: torch.Tensor = self._own_loss(trainer.model, inputs, num_items_in_batch=items)
         return loss
@@ -313,7 +315,7 @@ class FitToMemory(Adapter, TrainerCallback):  # type: ignore[misc]  # transforme
         if self._losses_taken > 1:
             self._tell_of_several()
         weight = self._weights[self._place] if 0 <= self._place < len(self._weights) else 1.0
-        with self._following():
+        with self._following(batch):
             found = self._own_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs)
         loss, outputs = found if return_outputs else (found, None)
         if weight == 0.0:  # nothing in it counts: a mean of nothing is 0/0

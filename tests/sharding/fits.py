@@ -141,7 +141,7 @@ def saved(rank: int, ranks: int, ways: Sequence[str]) -> list[dict[str, torch.Te
 
 
 def looped(rank: int, ranks: int, ways: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """For each way the weights after three steps of a loop that is the script's own, with clipping."""
+    """For each way the weights after three steps of a loop that is the script's own, with clipping, and a batch left out after its backward."""
     found = []
     for way in ways:
         model, sample, loss_fn = steps.chain()
@@ -149,13 +149,42 @@ def looped(rank: int, ranks: int, ways: Sequence[str]) -> list[dict[str, torch.T
         fixed = {"sharding": way, "micro_batches": 1}
         engine = memfit.fit(model, own, loss_fn, "1MiB", steps.sgd, devices=ranks, fixed=fixed)
         assert engine.optimizer is not None
-        for _ in range(3):
+        for step in range(4):
             with engine.forward():
                 loss = loss_fn(model, own)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            engine.optimizer.step()
+            if step != 1:
+                engine.optimizer.step()
             engine.optimizer.zero_grad()
         found.append(engine.state_dict())
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def looped_in_fp16(rank: int, ranks: int, ways: Sequence[str]) -> list[tuple[list[bool], dict[str, torch.Tensor]]]:
+    """For each way which steps were skipped in a loop that is the script's own, and the weights after it; in the second step the last rank overflows."""
+    found = []
+    for way in ways:
+        model, sample, loss_fn = steps.chain()
+        own = steps.part_of(sample, rank, ranks)
+        fixed = {"sharding": way, "micro_batches": 1, "precision": "fp16"}
+        engine = memfit.fit(model, own, loss_fn, "1MiB", steps.sgd, devices=ranks, allow=["fp16"], fixed=fixed)
+        assert engine.optimizer is not None
+        assert engine.scaling is not None
+        scaler, skipped = engine.scaling.scaler, []
+        for step in range(3):
+            x, y = own
+            with engine.forward():
+                loss = loss_fn(model, (x * 1e6 if step == 1 and rank == ranks - 1 else x, y))
+            scaler.scale(loss).backward()
+            scaler.unscale_(engine.optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            before = scaler.get_scale()
+            scaler.step(engine.optimizer)
+            scaler.update()
+            skipped.append(scaler.get_scale() < before)
+            engine.optimizer.zero_grad()
+        found.append((skipped, engine.state_dict()))
     torch.distributed.destroy_process_group()
     return found

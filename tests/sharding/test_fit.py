@@ -15,7 +15,7 @@ import memfit.ranks
 import small
 from memfit.ranks import join_group
 from memfit.sharding.ways import follow_device
-from sharding import fits, steps
+from sharding import equality, fits, steps
 from sharding.ranks import as_torchrun_tells, on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,11 +49,21 @@ def test_the_first_rank_saves_the_whole_model_under_any_way() -> None:
 
 
 def test_a_loop_of_the_scripts_own_trains_under_every_way() -> None:
-    """Under ZeRO 2 and 3 gradients stayed with the model's parameters, and the optimizer, which steps their shards, saw none."""
+    """Under ZeRO 2 and 3 gradients stayed with the model's parameters, and the optimizer, which steps their shards, saw none and cleared none."""
     _, parameters = steps.alone(steps.chain, "sgd", clip_norm=0.1)
     first, _ = on_ranks(2, fits.looped, 2, ["data", "zero1", "zero2", "zero3"], joined=False)
     for found in first:
         assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found.values(), parameters, strict=True))
+
+
+def test_a_loop_of_the_scripts_own_in_fp16_skips_on_all_ranks_what_overflows_on_one() -> None:
+    """The scaler looked for gradients in shards that had none yet, and its ranks would have gone different ways."""
+    whole = equality.undivided(steps.chain, "sgd", parts=2, precision="fp16", clip_norm=0.1, hot=1e6)
+    first, other = on_ranks(2, fits.looped_in_fp16, 2, ["data", "zero1", "zero2", "zero3"], joined=False)
+    for (skipped, found), (also_skipped, _) in zip(first, other, strict=True):
+        assert skipped == also_skipped == whole.skipped == [False, True, False]
+        pairs = zip(found.values(), whole.parameters, strict=True)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in pairs)
 
 
 @pytest.mark.parametrize(

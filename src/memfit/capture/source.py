@@ -82,7 +82,8 @@ class StepSource:
         elif self.optimizer is not None:
             program.optimizer = arrange(self._made(program.trainable()))
         if program.optimizer is not None and choices.precision == "fp16":
-            program.scaling = Scaling(device_of(self.model))
+            agree = None if sharded is None else sharded.agreement.largest_of
+            program.scaling = Scaling(device_of(self.model), agree)
         return program
 
     def _made(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

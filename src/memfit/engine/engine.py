@@ -152,7 +152,7 @@ class Engine:
         here = dict(self.model.named_buffers()) if self._pipelined is not None else plan.changed_buffers
         self._transactions.buffers.add(tuple(name for name in plan.changed_buffers if name in here))
         if plan.choices.scales_gradients and self.optimizer is not None and self.scaling is None:
-            self.scaling = Scaling(self.device)
+            self.scaling = Scaling(self.device, None if self.sharded is None else self.sharded.agreement.largest_of)
 
     def replace_plan(self, plan: Plan) -> None:
         """Follow another plan from now on (the repair after a rehearsal)."""
@@ -495,6 +495,8 @@ class Engine:
         follower = self._executor.follower(self._plans.compiled(plan), retain=retain_graph)
         learns = batch is not None and self.learner is not None and self._plans.would_learn(signature)
         self._before_it = Deciding(self.model, self.loss_fn) if learns else None
+        if self.sharded is not None:
+            self.sharded.follow_cleared()
         with follower.following() if follower is not None else nullcontext(), program.as_chosen():
             yield follower
         if learns and follower is not None and follower.divergence is not None:

@@ -111,6 +111,9 @@ class DataParallel(ShardedModel):
         with nullcontext() if last else self._engine.no_sync():
             yield
 
+    def follow_cleared(self) -> None:
+        """The optimizer's are those of the model."""
+
     def collect(self) -> None:
         """They are there, as views of the buckets."""
 

@@ -44,6 +44,7 @@ class FullySharded(ShardedModel):
         super().__init__(model, group)
         self._classes = {module: type(module) for module in model.modules()}
         self._used: set[nn.Parameter] = set()  # by this rank, in a step
+        self._collects = False  # in a micro-batch, after which `collect` is called
         found = () if one_unit else units(model)
         for path in found:
             fully_shard(model.get_submodule(path), mesh=mesh, reshard_after_forward=reshards)
@@ -56,6 +57,7 @@ class FullySharded(ShardedModel):
                 for unit in _groups(module):
                     self._reduce_what_has_no_gradient(unit)
         self._shards = {name: _local(p) for name, p in model.named_parameters()}
+        self._shard_of = {p: self._shards[name] for name, p in model.named_parameters()}
         self._unit_calls = UnitCalls(model, found, group) if found and self.agreement.real else None
         # After the hook in which torch gathers.
         self._hooks = [model.register_forward_pre_hook(self._let_go_of_buffer)] if one_unit else []
@@ -78,6 +80,8 @@ class FullySharded(ShardedModel):
                     if each not in used:
                         each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
             reduce(*unused)
+            if not self._collects:
+                self._lend(unit)
 
         unit.post_backward = post_backward
 
@@ -155,6 +159,19 @@ class FullySharded(ShardedModel):
         made.register_step_pre_hook(lambda *_: self._collect_if_left())
         return made
 
+    def _lend(self, unit: Any) -> None:
+        """In a loop of the user's own: a scaler works on the shards' gradients before the update, and clipping on the model's, so these are the same bytes."""
+        for each in unit.fsdp_params:
+            if each.sharded_param.grad is not None:
+                self._shard_of[each.sharded_param].grad = _plain(each.sharded_param.grad)
+
+    def follow_cleared(self) -> None:
+        """What one side has no longer goes from the other."""
+        for parameter, shard in self._shard_of.items():
+            if parameter.grad is None or shard.grad is None:
+                parameter.grad = shard.grad = None
+                self._used.discard(parameter)
+
     def _collect_if_left(self) -> None:
         """In a loop of the user's own nothing has called `collect` by the time of the update; what is left is alike on all ranks."""
         if any(parameter.grad is not None for parameter in self.model.parameters()):
@@ -168,7 +185,11 @@ class FullySharded(ShardedModel):
             # Nearly every model's output is a view. What the warning is about, a loss that writes into it, only leaves out a hook of the model itself, whose
             # parameters are not resharded after forward.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            yield
+            self._collects = True
+            try:
+                yield
+            finally:
+                self._collects = False
 
     def collect(self) -> None:
         """Hand the shards' gradients over. What no rank has used has none, as in plain PyTorch: an optimizer leaves it as it is."""

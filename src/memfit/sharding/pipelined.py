@@ -34,6 +34,9 @@ class Passed:
 class PipelinedModel(ShardedModel):
     """A model of which this rank has a stage."""
 
+    def follow_cleared(self) -> None:
+        """Its micro-batches go from rank to rank, which no loop of the user's own does."""
+
     def gathered(self) -> list[torch.Tensor]:
         """None."""
         return []

@@ -85,6 +85,10 @@ class ShardedModel(ABC):
         yield
 
     @abstractmethod
+    def follow_cleared(self) -> None:
+        """Before a forward in a loop of the user's own: gradients that were cleared through the optimizer are so in the model, too, and the other way round."""
+
+    @abstractmethod
     def collect(self) -> None:
         """After the last backward: the gradients are where the optimizer looks for them."""
 

@@ -174,9 +174,6 @@ class StepProgram:
         """Undo the scaling of the gradients, where there is one."""
         if self.scaling is not None and self.optimizer is not None and self._has_gradients():
             self.scaling.unscale(self.optimizer)
-            if self.sharded is not None:
-                # A shard that overflowed is on one rank, and all skip the step or none.
-                self.sharded.agreement.largest_of(self.scaling.found(self.optimizer))
 
     def clip(self) -> None:
         """Clip the global norm of the gradient."""

@@ -7,7 +7,7 @@ The numbers are those of the loop that torch documents: `autocast`, `scale(loss)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 
 from memfit.errors import NonFiniteLossError
+
+Agree = Callable[[Iterable[torch.Tensor]], None]
 
 FORMATS: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Each skipped step halves the scale (under torch's rule). It starts at 2**16, so by then gradients that are scaled down 16,000 times still overflow.
@@ -97,19 +99,33 @@ class _Course:
         return scale
 
 
+class _OfRanks(torch.amp.GradScaler):
+    """What overflows on one rank is left out on all: a shard that overflowed is on one rank alone, and the others would step."""
+
+    agree: Agree | None = None
+
+    def _unscale_grads_(self, *given: Any) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*given)
+        if self.agree is not None:
+            self.agree(found.values())
+        return found
+
+
 class Scaling:
     """torch's gradient scaler, with what a step that happens whole or not at all needs of it.
 
     Args:
         device: where the gradients are.
+        agree: of several ranks; each value becomes the largest that a rank has.
 
     Attributes:
         scaler: for people who keep their own loop.
         skipped_in_a_row: steps skipped since the last one taken.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, agree: Agree | None = None) -> None:
         self.device = device
+        self._agree = agree
         self.rule: ScaleRule | None = None
         self._course = _Course()
         self.scaler = self._fresh()
@@ -122,7 +138,8 @@ class Scaling:
 
     def _fresh(self, state: Mapping[str, Any] | None = None) -> torch.amp.GradScaler:
         kind = self.device.type
-        scaler = torch.amp.GradScaler(kind) if self.rule is None else torch.amp.GradScaler(kind, self.rule.initial)
+        scaler = _OfRanks(kind) if self.rule is None else _OfRanks(kind, self.rule.initial)
+        scaler.agree = self._agree
         if state is not None:
             scaler.load_state_dict(dict(state))
         scaler.scale(
@@ -133,10 +150,6 @@ class Scaling:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, once all micro-batches are added up and before they are clipped."""
         self.scaler.unscale_(optimizer)
-
-    def found(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Since `unscale`: for each device one number, above zero where a gradient is infinite or no number."""
-        return list(self.scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001 - torch tells it to its own step alone
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer unless a gradient is infinite or no number, and adjust the scale; whether it stepped."""

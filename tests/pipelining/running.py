@@ -169,16 +169,20 @@ def run(
     return found
 
 
-def of_another_size(rank: int, plan: dict[str, Any], build: Callable[[], steps.Built], sizes: Sequence[int]) -> str:
-    """What is said of a batch of which each rank hands in so many samples."""
+def of_another_size(
+    rank: int, plan: dict[str, Any], build: Callable[[], steps.Built], of_steps: Sequence[Sequence[int]]
+) -> list[str]:
+    """What is said of each batch of which each rank hands in so many samples."""
     model, sample, loss_fn = build()
     engine = memfit.apply(memfit.Plan.from_json(plan), model, loss_fn, OPTIMIZERS["sgd"])
-    own = batches.split(sample, [size for size in (*sizes, SAMPLES - sum(sizes)) if size])[rank]
-    try:
-        engine.step(own)
-    except memfit.BatchError as error:
-        return str(error)
-    return ""
+    told = []
+    for sizes in of_steps:
+        own = batches.split(sample, [size for size in (*sizes, SAMPLES - sum(sizes)) if size])[rank]
+        try:
+            engine.step(own)
+        except memfit.BatchError as error:
+            told.append(str(error))
+    return told
 
 
 def undivided(

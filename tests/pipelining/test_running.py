@@ -228,11 +228,17 @@ def test_interleaved_pipelines_beside_each_other_share_out_their_state() -> None
     compared(4, running.decoder, "sgd", plans)
 
 
-def test_a_batch_in_no_whole_number_of_rounds_is_told_on_all_ranks() -> None:
-    """Thirteen and twelve samples for micro-batches of eight: five of five, which two ranks cannot run in rounds of two."""
+def test_a_batch_that_cannot_be_run_is_told_on_all_ranks() -> None:
+    """Thirteen and twelve samples for micro-batches of eight: five of five, which two ranks cannot run in rounds of two. Seventeen are more than planned."""
     plan = planned(running.decoder, 2, "interleaved/2", "sgd", fixed={"micro_batches": 4})
-    for said in running.together(2, running.of_another_size, plan.to_json(), running.decoder, (13, 12)):
-        assert "rounds of 2 micro-batches of at most 8 samples, and a pipeline's batch of 25 samples does not" in said
+    found = running.together(
+        2, running.of_another_size, plan.to_json(), running.decoder, [(13, 12), (17, 15), (16, 16)]
+    )
+    for uneven, _ in found:
+        assert "rounds of 2 micro-batches of at most 8 samples, and a pipeline's batch of 25 samples does not" in uneven
+    (_, own), (_, told) = found
+    assert own.startswith("the batch is [ids int64[17, ")
+    assert told == f"rank 0 refuses its batch, and no rank takes the step: {own}"
 
 
 BUILDS = [running.sequential, running.decoder, running.tied, running.encoder_decoder, running.resnet]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -185,12 +186,12 @@ def alone(
     return losses, whole(model)
 
 
-def beside_a_rank_with_no_number(
+def beside_a_rank_in_trouble(
     rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], Built]
-) -> list[tuple[str, bool, float]]:
-    """For each plan: what a step raises in which a loss of the last rank's is no number, whether anything has changed, and the loss of a step after it.
+) -> list[tuple[list[str], bool, float]]:
+    """For each plan: what steps raise in which the last rank is in trouble, whether anything has changed, and the loss of a step after them.
 
-    It is the first micro-batch's.
+    In the first step the loss of its first micro-batch is no number, in the others it has twice the samples that were planned for.
     """
     found = []
     for data in plans:
@@ -199,13 +200,16 @@ def beside_a_rank_with_no_number(
         assert engine.sharded is not None
         own = part_of((x, y), rank, engine.sharded.ranks)
         before = whole(model)
-        worst = own[0].clone()
+        worst, larger = (own[0].clone(), own[1]), own
         if rank == engine.sharded.ranks - 1:
-            worst[0] = math.nan
-        try:
-            engine.step((worst, own[1]))
-        except memfit.NonFiniteLossError as error:
-            told = str(error)
+            worst[0][0] = math.nan
+            larger = batches.repeated(own, 2 * batches.size(own))
+        told = []
+        for step in (partial(engine.step, worst), partial(engine.step, larger), partial(engine.accumulate, [larger])):
+            try:
+                step()
+            except (memfit.NonFiniteLossError, memfit.BatchError) as error:
+                told.append(str(error))
         found.append((told, small.same(whole(model), before), engine.step(own).loss))
         engine.sharded.close()
     return found

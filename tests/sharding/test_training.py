@@ -158,13 +158,16 @@ def test_four_ranks_take_what_is_predicted_and_train_as_one_device_does(
     )
 
 
-def test_all_ranks_leave_out_a_step_in_which_the_loss_of_one_is_no_number() -> None:
+def test_all_ranks_leave_out_a_step_in_which_the_loss_of_one_is_no_number_or_its_batch_is_larger_than_planned() -> None:
     plans = [planned(half_of_chain, "sgd", setting_of(way, 2), 2).to_json() for way in ("data", "zero3")]
     losses, _ = steps.alone(steps.chain, "sgd", 1)
-    of_first, of_last = on_ranks(2, steps.beside_a_rank_with_no_number, plans, steps.chain)
+    of_first, of_last = on_ranks(2, steps.beside_a_rank_in_trouble, plans, steps.chain)
     for (told, unchanged, loss), (own, _, _) in zip(of_first, of_last, strict=True):
-        assert "the loss of rank 1 is" in told
-        assert "the loss of this rank, 1, is nan" in own
+        assert "the loss of rank 1 is" in told[0]
+        assert "the loss of this rank, 1, is nan" in own[0]
+        assert told[1:] == [f"rank 1 refuses its batch, and no rank takes the step: {each}" for each in own[1:]]
+        assert own[1].startswith("the batch is [0 float32[64, 32]")
+        assert own[2].startswith("a list of 1 batches holds")
         assert unchanged
         assert loss == pytest.approx(losses[0], rel=1e-5)
 

@@ -224,9 +224,10 @@ class Engine:
             EngineError: an update failed half way, now or before; the engine cannot be used any more.
         """
         self._check()
-        batches.size(batch)  # refuses what is no batch
-        signature = batches.signature(batch)
-        plan = self._plans.plan_for(signature, self.plan)
+        with self._refusing():
+            batches.size(batch)  # refuses what is no batch
+            signature = batches.signature(batch)
+            plan = self._plans.plan_for(signature, self.plan)
         if self.planner is not None and self._plans.wants_own_plan(signature):
             plan = self._own_plan(batch, signature, plan, self.planner)
         drawing: AbstractContextManager[None] = nullcontext()
@@ -292,13 +293,24 @@ class Engine:
                 "does not tell"
             )
         there = [tensor for each in listed for tensor in batches.leaves(each)]
-        self._check_held(len(listed), there)
+        with self._refusing():
+            self._check_held(len(listed), there)
         self._notice_what_is_trained()
         record = self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
         diverged, self._diverged = self._diverged, None
         if diverged is not None:
             self._steps.learn_after(diverged, self.plan.signature, self.learner, self._transactions.before)
         return record
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A batch that this rank refuses here ends the step of all ranks."""
+        try:
+            yield
+        except BatchError as error:
+            if self.sharded is not None:
+                self.sharded.refuse(error)
+            raise
 
     def _check(self) -> None:
         self._transactions.check()
@@ -419,9 +431,10 @@ class Engine:
     def _accumulate(self, loaded: Iterable[Batch]) -> None:
         if self.sharded is not None:
             here = [batches.map_tensors(lambda t: t.to(self.device), batch) for batch in loaded]
-            for batch in here:
-                self._plans.plan_for(batches.signature(batch), self.plan, again=LARGER_WINDOW)
-            split = [part for batch in here for part in micro_batches_of(self.plan, batch)]
+            with self._refusing():
+                for batch in here:
+                    self._plans.plan_for(batches.signature(batch), self.plan, again=LARGER_WINDOW)
+                split = [part for batch in here for part in micro_batches_of(self.plan, batch)]
             self._run(self.plan, weighted_on_ranks(self.plan, split, self.sharded))
             return
         how, total, program = self.plan.choices.weights, Accumulated(), self._program(self.plan)

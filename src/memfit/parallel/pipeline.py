@@ -223,7 +223,7 @@ class Pipeline(PipelinedModel):
         if self.agreement.first(concerned=signature != self._signature or self._running is None) is None:
             return
         self._running, self._signature = None, ""
-        told = self.agreement.of_all((signature, self._pipeline_number()))
+        told = self._told(signature)
         for number in sorted({pipeline for _, pipeline in told}):
             parts = [each for each, pipeline in told if pipeline == number]
             if batches.joined_signature(parts) is None:
@@ -244,6 +244,19 @@ class Pipeline(PipelinedModel):
         ends = self.division.ends.in_micro_batches(len(micro_batches))
         self._running = Running(stages, ends, self._pipeline, self._region)
         self._signature = signature
+
+    def refuse(self, error: BatchError) -> None:
+        """In place of what `prepare` says."""
+        self.agreement.first(concerned=True)
+        self._running = None
+        self.agreement.of_all(("", self._pipeline_number(), str(error)))
+
+    def _told(self, signature: str) -> list[tuple[str, int]]:
+        """The shapes of all ranks' parts, and their pipelines."""
+        told = self.agreement.of_all((signature, self._pipeline_number(), ""))
+        if any(reason for *_, reason in told):
+            self.agreement.raise_refusal([reason for *_, reason in told])
+        return [(shapes, pipeline) for shapes, pipeline, _ in told]
 
     def _pipeline_number(self) -> int:
         return self._global(0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from memfit.errors import BatchError
 from memfit.sharding.process_exit import wait_for_senders_at_exit
 
 Told = TypeVar("Told")
@@ -63,8 +64,30 @@ class Agreement:
         return float(self._value.item()) / self._group.size()
 
     def counts(self, micro_batches: int, counted: int) -> list[list[int]]:
-        """How many micro-batches every rank has, and what they count for, by rank; on all ranks."""
-        return self._of_ranks(self._counts, (micro_batches, counted))
+        """How many micro-batches every rank has, and what they count for, by rank; on all ranks.
+
+        Raises:
+            BatchError: a rank has refused its batch (`refuse`).
+        """
+        found = self._of_ranks(self._counts, (micro_batches, counted))
+        if not all(number for number, _ in found):
+            self.raise_refusal(self.of_all(""))
+        return found
+
+    def refuse(self, error: BatchError) -> None:
+        """This rank takes no step, for this reason, and so no rank does: in place of `counts`, which raises on the others."""
+        self._of_ranks(self._counts, (0, 0))
+        self.of_all(str(error))
+
+    @staticmethod
+    def raise_refusal(reasons: Sequence[str]) -> NoReturn:
+        """On the ranks that would have taken the step.
+
+        Args:
+            reasons: by rank, "" where it has none.
+        """
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        raise BatchError(f"rank {rank} refuses its batch, and no rank takes the step: {reasons[rank]}")
 
     def losses(self, own: float, *, finite: bool) -> tuple[float, int | None]:
         """The mean of all ranks' losses, and the lowest rank that says its own is not finite; None where none does."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memfit.batches import LossFunction
+from memfit.errors import BatchError
 from memfit.sharding.agreement import Agreement
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -46,6 +47,10 @@ class ShardedModel(ABC):
 
         for group in list(_world.pg_map):
             _set_pg_timeout(limit, group)
+
+    def refuse(self, error: BatchError) -> None:
+        """Tell the others in place of this rank's first message of a step that it takes none, so that none of them waits for it."""
+        self.agreement.refuse(error)
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:

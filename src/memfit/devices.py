@@ -115,6 +115,7 @@ def plan_sharded(
         raise InputError("devices names one device: plan without devices, or name several")
     best: Plan | None = None
     turned_down: list[str] = []
+    unable: dict[str, list[str]] = {}  # ways by the reason that they have in common
     refused: dict[str, InfeasibleError] = {}
     # Elsewhere what a block sends may overlap with computing, which no prediction counts: one unit would look faster than it is.
     ways = _ways(asked, ranks, one_unit=topology.processes and bool(repeated_blocks(source.model)))
@@ -130,13 +131,16 @@ def plan_sharded(
         except (CaptureError, InputError) as error:
             if len(ways) == 1:
                 raise
-            turned_down.append(f"{named}: {error}")
+            unable.setdefault(str(error), []).append(named)
             continue
         if best is None or made.prediction.step_seconds * WORTH_MORE < best.prediction.step_seconds:
             turned_down += [] if best is None else [_slower(best)]
             best = made
         else:
             turned_down.append(_slower(made))
+    turned_down += [
+        reason if len(names) == len(ways) else f"{', and '.join(names)}: {reason}" for reason, names in unable.items()
+    ]
     least = _needs_least(refused, planning) if best is None and refused else None
     turned_down += map(_does_not_fit, refused, refused.values())
     if best is None:

@@ -120,8 +120,7 @@ def fit_together(
         there = place()
         assert there is not None, "whoever comes here has checked"
         if there[0] == 0:
-            found = make()  # where this fails, torchrun ends the others
-            make = lambda: found  # noqa: E731 - what was made, told to the others as any other plan
+            make = _tried(make)
         join_group(device_of(model))
     follow_device(device_of(model))
     made = planned_together(make)
@@ -129,6 +128,20 @@ def fit_together(
     engine = apply(made, model, loss_fn, optimizer, lower_tier=lower_tier)
     rehearsed_together(engine, sample, progress)
     return engine
+
+
+def _tried(make: Callable[[], Plan]) -> Callable[[], Plan]:
+    """What was made before the group is there, or why it was not: the others wait for either."""
+    try:
+        found = make()
+    except MemfitError as error:
+        refused = error
+
+        def fail() -> Plan:
+            raise refused
+
+        return fail
+    return lambda: found
 
 
 def planned_together(make: Callable[[], Plan]) -> Plan:

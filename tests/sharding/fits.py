@@ -100,7 +100,7 @@ def in_a_group(rank: int, ranks: int) -> dict[str, tuple[int, list[int], str]]:
 
 
 def refused(rank: int, ranks: int) -> list[str]:
-    """What is said in a group without devices, and where the ranks are of another number."""
+    """What is said where the ranks are of another number, where rank 0 finds no plan before they have met, and in a group without devices."""
     model, sample, loss_fn = steps.chain()
     said: list[str] = []
 
@@ -111,7 +111,7 @@ def refused(rank: int, ranks: int) -> list[str]:
             said.append(str(error))
 
     tried(devices=ranks + 1)
-    torch.distributed.init_process_group("gloo")
+    tried(devices=ranks, fixed={"sharding": "zero4"})
     tried()
     torch.distributed.destroy_process_group()
     return said

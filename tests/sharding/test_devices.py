@@ -246,7 +246,7 @@ def test_a_model_that_another_engine_shares_out_is_refused_before_it_sends_anyth
                     planned_or_fitted(model, sample, small.squared_error, "1GiB", small.adamw, devices=2)
 
 
-def test_a_line_that_reads_a_value_is_named() -> None:
+def test_a_line_that_reads_a_value_is_named_once_for_all_ways() -> None:
     """What a loss function logs, say: fake tensors have none."""
     seen = []
 
@@ -256,7 +256,28 @@ def test_a_line_that_reads_a_value_is_named() -> None:
         return loss
 
     model, sample = small.chain(2), small.rows(8)
-    with pytest.raises(memfit.CaptureError) as caught:
-        memfit.plan(model, sample, logged, "1GiB", small.adamw, devices=2, fixed={"sharding": "zero3"})
-    assert re.search(r"in test_devices\.py, line \d+: seen\.append\(loss\.item\(\)\)\)", str(caught.value))
-    assert "do that after the step: record.loss has the loss of all ranks" in str(caught.value)
+    for fixed, error in (
+        ({"sharding": "zero3"}, memfit.CaptureError),
+        ({"sharding": "1f1b"}, memfit.CaptureError),
+        ({}, memfit.InputError),
+    ):
+        with pytest.raises(error) as caught:
+            memfit.plan(model, sample, logged, "1GiB", small.adamw, devices=2, fixed=fixed)
+        (line,) = re.findall(r"in test_devices\.py, line \d+: (.*)\)\), and that", str(caught.value))
+        assert line == "seen.append(loss.item())"
+        assert str(caught.value).count("do that after the step: record.loss has the loss of all ranks") == 1
+
+
+def test_sparse_gradients_are_refused_in_every_way() -> None:
+    """Their bytes are not known: stages held more than half above what was predicted."""
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 8))
+    sample = torch.arange(16)
+    for fixed, error in (({"sharding": "1f1b"}, memfit.CaptureError), ({}, memfit.InputError)):
+        with pytest.raises(error, match="the step makes sparse tensors .* take sparse=False") as caught:
+            memfit.plan(model, sample, of_rows, "1GiB", steps.sgd, devices=2, fixed=fixed)
+        assert str(caught.value).count("sparse=False") == 1
+
+
+def of_rows(model: nn.Module, batch: Any) -> Tensor:
+    found: Tensor = model(batch).square().mean()
+    return found

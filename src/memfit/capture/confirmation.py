@@ -36,6 +36,7 @@ NOT_AS_STREAMED: Final = (
     "without streaming, this step was captured on real tensors, since it runs other operations on fake ones; with layers streamed it could only be captured on "
     "fake ones, so its bytes are not known exactly; a rehearsal measures them"
 )
+MAKES_SPARSE: Final = "it makes sparse tensors, whose bytes fake tensors do not tell"
 SPARSE_UNKNOWN: Final = (
     "the step makes sparse tensors (a gradient of nn.Embedding(sparse=True), say), whose bytes are not counted where nothing is run for real: a step takes "
     "more than predicted. Plan with the model on its own device, or rehearse by memfit.fit"
@@ -140,11 +141,9 @@ def _sharded(
         why = (
             alone.trace.notes[0] if alone.trace.notes else "it runs other operations on fake tensors than on real ones"
         )
-        raise CaptureError(
-            f"the step on one device had to be captured on real tensors ({why}), and that of one of several ranks can only be captured on fake ones: "
-            "its bytes would not be known. Where forward or the loss reads values of tensors, to log them (.item(), print), do that after the step: "
-            "record.loss has the loss of all ranks"
-        )
+        if MAKES_SPARSE in why:
+            raise sparse_on_ranks()
+        raise real_on_ranks(why.removeprefix("captured for real: "))
     captured = on_fakes(source)
     if source.draws:
         each = replace(source, other_samples=source.other_samples or (lambda _: rows_alone(source.sample)))
@@ -152,6 +151,27 @@ def _sharded(
         captured = with_other_samples(captured, on_fakes, source, samples)
     return replace(
         captured, trace=replace(captured.trace, notes=tuple(dict.fromkeys((*alone.trace.notes, *captured.trace.notes))))
+    )
+
+
+def real_on_ranks(why: str) -> CaptureError:
+    """The error for a step of several ranks that real tensors alone can run.
+
+    Args:
+        why: fake ones cannot.
+    """
+    return CaptureError(
+        f"the step on one device had to be captured on real tensors ({why}), and that of one of several ranks can only be captured on fake ones: "
+        "its bytes would not be known. Where forward or the loss reads values of tensors, to log them (.item(), print), do that after the step: "
+        "record.loss has the loss of all ranks"
+    )
+
+
+def sparse_on_ranks() -> CaptureError:
+    """The error for a step of several ranks whose bytes real tensors alone would tell."""
+    return CaptureError(
+        "the step makes sparse tensors (gradients of nn.Embedding(sparse=True), say), and that of one of several ranks can only be captured on fake ones, which do "
+        "not tell their bytes: take sparse=False and an optimizer for dense gradients, or train on one device"
     )
 
 
@@ -173,7 +193,7 @@ def confirmed(
         return str(error)
     if fake.fakes_sparse:
         if not source.on_meta and source.cuda is None:
-            return "it makes sparse tensors, whose bytes fake tensors do not tell"
+            return MAKES_SPARSE
         fake = fake.noting(SPARSE_UNKNOWN)
     if source.on_meta:
         return fake.noting(

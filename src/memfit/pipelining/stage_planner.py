@@ -19,12 +19,12 @@ from memfit.batches import Batch, LossFunction
 from memfit.capture.capture import capture
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import path_taken
-from memfit.capture.confirmation import confirmed
+from memfit.capture.confirmation import MAKES_SPARSE, confirmed, real_on_ranks, sparse_on_ranks
 from memfit.capture.part_calls import Around, find_part_calls
 from memfit.capture.source import StepSource
 from memfit.capture.trace_source import TraceSource
 from memfit.capture.values_read import other_samples, rows_alone
-from memfit.errors import InputError
+from memfit.errors import CaptureError, InputError
 from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.pipeline import equal_micro_batches
 from memfit.parallel.stage_module import StageModule
@@ -142,10 +142,12 @@ class StagePlanner:
 
         found_one = confirmed(step, techniques, looked_at, self.believed)
         self.unconfirmed = found_one if isinstance(found_one, str) else ""
+        if self.unconfirmed == MAKES_SPARSE:
+            raise sparse_on_ranks()
         if on_fakes:
             self.captured = on_fakes[-1] if isinstance(found_one, str) else found_one
         else:
-            self.captured = capture(step, techniques)  # which says why it cannot
+            self.captured = self._captured_on_fakes(step, techniques)
         self.whole = _without_calls(source.priced(self.captured))
         around = partial(regions, self.techniques, model, device_of(model).type)
         self.calls, found, ends = chain_of(model, one, source.loss_fn, self.whole, around)
@@ -157,6 +159,12 @@ class StagePlanner:
         self.parts = replace(
             found, shared=(*found.shared, *read), fixed_bytes=undivided + self.own_part_bytes, recompute=True
         )
+
+    def _captured_on_fakes(self, step: StepSource, techniques: Choices) -> Captured:
+        try:
+            return capture(step, techniques)
+        except CaptureError as error:
+            raise real_on_ranks(str(error)) from error
 
     def _other_kinds(self, step: StepSource, around: Around) -> tuple[Batch, ...]:
         """Of what the rows of the batch show. No rank learns a path while it trains, so each row is taken for what a whole batch may be like.

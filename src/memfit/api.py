@@ -28,6 +28,7 @@ from memfit.progress import Progress, tell
 from memfit.ranks import check_world, fit_together, refuse_one_device
 from memfit.rehearsal import rehearse, rehearsed
 from memfit.remedies.search import with_ways_out
+from memfit.sharding.sharded import taken_back
 from memfit.sharding.ways import refuse_wrapped
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
@@ -347,6 +348,7 @@ def fit(
     if devices not in _ONE_DEVICE:
         if fabric is not None:
             raise InputError("devices and fabric do not go together: Fabric launches and wraps the ranks itself")
+        taken_back(model)
         refuse_wrapped(model)
         check_world(len(several_devices(devices, machine_of(model, None)).devices))
         arguments: dict[str, Any] = {

@@ -100,7 +100,7 @@ def in_a_group(rank: int, ranks: int) -> dict[str, tuple[int, list[int], str]]:
 
 
 def refused(rank: int, ranks: int) -> list[str]:
-    """What is said where the ranks are of another number, where rank 0 finds no plan before they have met, and in a group without devices."""
+    """What is said where the ranks are of another number, where rank 0 finds no plan before they have met, in a group without devices, and of a second fit."""
     model, sample, loss_fn = steps.chain()
     said: list[str] = []
 
@@ -113,6 +113,11 @@ def refused(rank: int, ranks: int) -> list[str]:
     tried(devices=ranks + 1)
     tried(devices=ranks, fixed={"sharding": "zero4"})
     tried()
+    for way in ("zero2", "1f1b"):
+        fixed = {"sharding": way}
+        model, sample, loss_fn = steps.chain()
+        memfit.fit(model, sample, loss_fn, "1MiB", small.adamw, devices=ranks, fixed=fixed)
+        tried(devices=ranks, fixed=fixed)
     torch.distributed.destroy_process_group()
     return said
 
@@ -141,13 +146,18 @@ def saved(rank: int, ranks: int, ways: Sequence[str]) -> list[dict[str, torch.Te
 
 
 def looped(rank: int, ranks: int, ways: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """For each way the weights after three steps of a loop that is the script's own, with clipping, and a batch left out after its backward."""
+    """For each way the weights after three steps of a loop that is the script's own, with clipping, and a batch left out after its backward.
+
+    Where the model stays whole it is fitted twice.
+    """
     found = []
     for way in ways:
         model, sample, loss_fn = steps.chain()
         own = steps.part_of(sample, rank, ranks)
         fixed = {"sharding": way, "micro_batches": 1}
         engine = memfit.fit(model, own, loss_fn, "1MiB", steps.sgd, devices=ranks, fixed=fixed)
+        if way == "data":
+            engine = memfit.fit(model, own, loss_fn, "1MiB", steps.sgd, devices=ranks, fixed=fixed)
         assert engine.optimizer is not None
         for step in range(4):
             with engine.forward():

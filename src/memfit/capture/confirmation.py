@@ -170,8 +170,8 @@ def real_on_ranks(why: str) -> CaptureError:
 def sparse_on_ranks() -> CaptureError:
     """The error for a step of several ranks whose bytes real tensors alone would tell."""
     return CaptureError(
-        "the step makes sparse tensors (gradients of nn.Embedding(sparse=True), say), and that of one of several ranks can only be captured on fake ones, which do "
-        "not tell their bytes: take sparse=False and an optimizer for dense gradients, or train on one device"
+        "the step makes sparse tensors (gradients of nn.Embedding(sparse=True), say), and that of one of several ranks can only be captured on fake ones, "
+        "which do not tell their bytes: take sparse=False and an optimizer for dense gradients, or train on one device"
     )
 
 

@@ -132,6 +132,10 @@ class DataParallel(ShardedModel):
                 parameter.grad = None
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; those of the parameters go with torch's engine, and gradients that are views of its buckets with them."""
         for handle in self._handles:
             handle.remove()
+        for parameter in self.trainable():
+            parameter.grad = None
+        self._views, self._buckets = [], []
+        self.__dict__.pop("_engine", None)

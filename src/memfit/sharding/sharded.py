@@ -6,6 +6,7 @@ one face of all of them, which capture and engine share, so that the step that i
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from memfit.batches import LossFunction
-from memfit.errors import BatchError
+from memfit.errors import BatchError, InputError
 from memfit.sharding.agreement import Agreement
 
+# What has been made of a model last, and whether a rank has only a part of it since.
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[ShardedModel], bool]] = weakref.WeakKeyDictionary()
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -35,6 +38,8 @@ class ShardedModel(ABC):
         self.model = model
         self.group = group
         self.agreement = Agreement(group, next(model.parameters()).device)
+        if self.agreement.real:
+            _OF_MODELS[model] = weakref.ref(self), self.lacks_parameters or self.shards_parameters
 
     @property
     def ranks(self) -> int:
@@ -172,3 +177,21 @@ class ShardedModel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Take the engine off the model. Parameters that were shared out stay so."""
+
+
+def taken_back(model: nn.Module) -> None:
+    """Take what an earlier `memfit.fit` has made of a model off it, as it is to have another engine.
+
+    Raises:
+        InputError: this rank has only a part of it since.
+    """
+    if model not in _OF_MODELS:
+        return
+    earlier, in_parts = _OF_MODELS[model]
+    if in_parts:
+        raise InputError(
+            "this rank has only a part of the model, since an earlier memfit.fit or memfit.apply has shared it out: go on with that engine, or make the model "
+            "anew in all ranks and load into it what engine.state_dict() gives rank 0"
+        )
+    if (made := earlier()) is not None:
+        made.close()

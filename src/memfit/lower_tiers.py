@@ -37,6 +37,11 @@ def requested(model: nn.Module, *, sharers: int = 1, **arguments: Any) -> Reques
         InputError, BudgetError: as for `Request.of`, or no device of that name is known, or the model is none.
     """
     check_model(model)
+    folder = arguments.get("folder")
+    if folder is not None and arguments.get("device") is None and not Path(folder).is_dir():
+        raise InputError(
+            f"there is no folder {folder} to offload to (lower_tier=, of a DeepSpeed configuration nvme_path): make it, or name another one"
+        )
     machine = machine_of(model, arguments.get("device"))
     # A function that takes a budget needs one: None is refused like anything else that is not a number of bytes.
     if "budget" in arguments:

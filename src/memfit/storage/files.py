@@ -69,8 +69,8 @@ class DiskFile:
             self._file, name = tempfile.mkstemp(prefix="memfit-offload-", dir=self.folder)
         except OSError as error:
             raise EngineError(
-                f"{contents.name} are written to disk, and no file can be created in {self.folder} ({error.strerror}): set MEMFIT_OFFLOAD_DIR to "
-                "a folder that exists and can be written"
+                f"{contents.name} are written to disk, and no file can be created in {self.folder} ({error.strerror}): set MEMFIT_OFFLOAD_DIR, "
+                "or what names it (lower_tier=, nvme_path), to a folder that exists and can be written"
             ) from error
         self._finalizer = weakref.finalize(self, os.close, self._file)
         Path(name).unlink()

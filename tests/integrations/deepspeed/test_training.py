@@ -441,8 +441,10 @@ def test_parameters_on_nvme_are_streamed_from_the_folder_that_is_named(tmp_path:
     engine.stream.close()
     nowhere = {**below, "nvme_path": str(tmp_path / "nowhere")}
     lost = {**config, "zero_optimization": {"stage": 3, "offload_param": nowhere}}
-    with pytest.raises(InputError, match="the disk to offload to cannot be measured: .*nowhere"):
+    with pytest.raises(InputError, match="there is no folder .*nowhere to offload to .* nvme_path.: make it"):
         from_deepspeed(lost, streamed="layers").fit(Stack(), data[0], loss_fn, 1 << 40)
+    with pytest.raises(InputError, match="there is no folder .*nowhere to offload to"):
+        memfit.plan(Stack(), data[0], loss_fn, 1 << 40, disk_budget="50%", lower_tier=tmp_path / "nowhere")
 
 
 def test_state_on_the_cpu_is_where_a_cpu_has_it() -> None:

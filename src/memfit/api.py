@@ -19,7 +19,7 @@ from memfit.devices import plan_sharded, several_devices, share_of
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, InputError
-from memfit.hardware.machine_file import Devices
+from memfit.hardware.machine_file import Devices, named_devices
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
 from memfit.planner.by_hand import RecomputePlacement
@@ -350,7 +350,7 @@ def fit(
             raise InputError("devices and fabric do not go together: Fabric launches and wraps the ranks itself")
         taken_back(model)
         refuse_wrapped(model)
-        check_world(len(several_devices(devices, machine_of(model, None)).devices))
+        check_world(len(named_devices(devices, machine_of(model, None)).devices))
         arguments: dict[str, Any] = {
             "host_budget": host_budget,
             "disk_budget": disk_budget,

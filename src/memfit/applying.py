@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from memfit.batches import Batch, LossFunction
@@ -26,6 +27,7 @@ from memfit.offers import planning_for
 from memfit.pipelining.joining import join
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import origin_of, planning_of
+from memfit.sharding.same_model import check_same_model
 from memfit.sharding.sharded import ShardedModel
 from memfit.sharding.ways import follow_device, group_of, shard
 from memfit.step.arranging import arranged
@@ -79,6 +81,9 @@ def apply(
     conversion = conversion_of(model, have)
     if conversion is not None and conversion.settings == converting(plan.choices):
         have = next((one for one in planned if one in {conversion.before, have}), have)
+    if plan.choices.sharding and dist.is_initialized():
+        # The rank that has planned may have had the first forward.
+        check_same_model(model, plan.model if have in planned else have, plan.choices.sharding)
     if have not in planned:
         raise PlanFileError(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "

@@ -100,7 +100,11 @@ def in_a_group(rank: int, ranks: int) -> dict[str, tuple[int, list[int], str]]:
 
 
 def refused(rank: int, ranks: int) -> list[str]:
-    """What is said where the ranks are of another number, where rank 0 finds no plan before they have met, in a group without devices, and of a second fit."""
+    """What is said of calls that cannot be honoured.
+
+    The ranks are of another number; rank 0 finds no plan before they have met; they are in a group, and no devices are named; a model is fitted twice; that of
+    one rank is another one.
+    """
     model, sample, loss_fn = steps.chain()
     said: list[str] = []
 
@@ -118,6 +122,12 @@ def refused(rank: int, ranks: int) -> list[str]:
         model, sample, loss_fn = steps.chain()
         memfit.fit(model, sample, loss_fn, "1MiB", small.adamw, devices=ranks, fixed=fixed)
         tried(devices=ranks, fixed=fixed)
+    model = small.chain(3 + rank)
+    tried(devices=ranks, fixed={"sharding": "data"})
+    model = small.chain(3)
+    if rank:
+        torch.nn.init.ones_(model.get_parameter("2.weight"))
+    tried(devices=ranks, fixed={"sharding": "zero3"})
     torch.distributed.destroy_process_group()
     return said
 

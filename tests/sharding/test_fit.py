@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch.distributed as dist
 import memfit
 import memfit.ranks
 import small
+from memfit.capture.process_group import fake_mesh
 from memfit.ranks import join_group
+from memfit.sharding.agreement import Agreement
 from memfit.sharding.ways import follow_device
 from sharding import equality, fits, steps
 from sharding.ranks import as_torchrun_tells, on_ranks
@@ -110,9 +113,13 @@ def test_a_fit_goes_on_in_a_group_that_is_there() -> None:
 
 def test_a_fit_in_another_world_says_what_to_call() -> None:
     """A script may catch what rank 0 says: the others waited for it to join them."""
-    for other, no_plan, one, *again in on_ranks(2, fits.refused, 2, joined=False):
+    for other, no_plan, one, *again, structure, values in on_ranks(2, fits.refused, 2, joined=False):
         assert "there is 'data', 'zero1'" in no_plan
         assert len(again) == 2
+        assert structure.startswith("the model of rank 1 is not that of rank 0")
+        assert values.startswith(
+            "the parameters of rank 1 are not those of rank 0 (2.weight is the first that differs)"
+        )
         assert all("this rank has only a part of the model, since an earlier memfit.fit" in each for each in again)
         assert "there are 3 devices to train on, and this run has 2 ranks" in other
         assert "and memfit.fit without devices= fits one device" in one
@@ -164,3 +171,20 @@ def test_a_port_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             join_group(torch.device("cpu"))
     assert not dist.is_initialized()
+
+
+def test_a_rank_that_meets_nobody_in_a_step_says_what_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader with fewer batches, or an error that its script has not shown: gloo says the same of both."""
+
+    def closed(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "[pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by a crash."
+        )
+
+    with fake_mesh("data/2", "cpu") as mesh:
+        agreement = Agreement(mesh.get_group(), torch.device("cpu"))
+        monkeypatch.setattr(dist, "all_reduce", closed)
+        told = r"^another rank has ended, .* rank 0 waiting .* \(\[pair\.cc:553\] Connection closed by peer \[127\.0\.0\.1\]:1\): see"
+        for said in (partial(agreement.counts, 1, 1), partial(agreement.first, concerned=False)):
+            with pytest.raises(memfit.EngineError, match=told):
+                said()

@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from memfit.errors import BatchError
+from memfit.errors import BatchError, EngineError
 from memfit.sharding.process_exit import wait_for_senders_at_exit
 
 Told = TypeVar("Told")
@@ -100,8 +100,18 @@ class Agreement:
         """The rows of all ranks, of which each knows its own: their sum where the others' are zero takes one message."""
         table.zero_()
         table[self.rank].copy_(torch.tensor(own, dtype=table.dtype))
-        dist.all_reduce(table, group=self._group)
+        self._all_reduce(table)
         return table.tolist()
+
+    def _all_reduce(self, words: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        try:
+            dist.all_reduce(words, op=how, group=self._group)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+            raise EngineError(
+                f"another rank has ended, or has kept rank {self.rank} waiting for too long ({reason}): see what it says; where it says nothing, let all ranks "
+                "take as many steps (DistributedSampler or drop_last=True deals out as many batches to each)"
+            ) from error
 
     def told(self, value: Told | None) -> Told:
         """Rank 0's value, on all ranks; plain data that pickle can copy."""
@@ -138,5 +148,5 @@ class Agreement:
 
     def _reduced(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
         self._word.fill_(number)
-        dist.all_reduce(self._word, op=how, group=self._group)
+        self._all_reduce(self._word, how)
         return int(self._word.item())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import inspect
 from collections.abc import Mapping
@@ -14,11 +13,11 @@ from torch import nn
 from memfit import batches
 from memfit.errors import ConfigError
 from memfit.sharding.agreement import Agreement
+from memfit.sharding.same_model import NUMBERS, bytes_of, marked
 from memfit.train.assemble import Assembly
 from memfit.train.config import Config
 
 SAMPLES: Final = 8  # of the data, evenly spaced
-NUMBERS: Final = 16  # of each parameter, likewise
 
 
 def marks_of(config: Config, assembly: Assembly) -> dict[str, Any]:
@@ -35,9 +34,9 @@ def marks_of(config: Config, assembly: Assembly) -> dict[str, Any]:
         "torch": torch.__version__,
         "memfit": importlib.metadata.version("memfit"),
         "the number of samples": assembly.batches.count,
-        "the data": _digest(_bytes(t) for t in chosen),
-        "the code of model and loss": _digest(_sources(assembly)),
-        "the initial weights": _digest(_bytes(p, NUMBERS) for p in assembly.model.parameters()),
+        "the data": marked(bytes_of(t) for t in chosen),
+        "the code of model and loss": marked(_sources(assembly)),
+        "the initial weights": marked(bytes_of(p, NUMBERS) for p in assembly.model.parameters()),
     }
 
 
@@ -66,23 +65,6 @@ def _flat(data: Mapping[str, Any], front: str = "") -> dict[str, Any]:
     for key, value in data.items():
         found |= _flat(value, f"{front}{key}.") if isinstance(value, Mapping) else {front + key: value}
     return found
-
-
-def _digest(parts: Any) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()[:12]
-
-
-def _bytes(tensor: torch.Tensor, most: int | None = None) -> bytes:
-    """Of a tensor's elements, at most about so many, evenly spaced; of one without values its shape."""
-    shape = f"{tuple(tensor.shape)}{tensor.dtype}".encode()
-    if tensor.device.type == "meta" or not tensor.numel():
-        return shape
-    flat = tensor.detach().reshape(-1)
-    some = flat if most is None else flat[:: max(1, flat.numel() // most)]
-    return shape + some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _sources(assembly: Assembly) -> list[bytes]:

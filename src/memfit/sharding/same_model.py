@@ -1,0 +1,65 @@
+"""Whether all ranks have one model: each keeps its own part of its own, so with another one on some rank a mixture would be trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memfit.errors import InputError
+from memfit.techniques.sharding import way_of
+
+NUMBERS: Final = 16  # of each parameter, evenly spaced
+_SENT: Final = ("data", "zero1")  # ways in which rank 0 sends its parameters to the others
+
+
+def marked(parts: Iterable[bytes]) -> str:
+    """A digest of what is large."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:12]
+
+
+def bytes_of(tensor: torch.Tensor, most: int | None = None) -> bytes:
+    """Of a tensor's elements, at most about so many, evenly spaced; of one without values its shape."""
+    shape = f"{tuple(tensor.shape)}{tensor.dtype}".encode()
+    if tensor.device.type == "meta" or not tensor.numel():
+        return shape
+    flat = tensor.detach().reshape(-1)
+    some = flat if most is None else flat[:: max(1, flat.numel() // most)]
+    return shape + some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def check_same_model(model: nn.Module, structure: str, setting: str) -> None:
+    """Check that all ranks of this run have one model; all of them have to call it.
+
+    Args:
+        model: of this rank, not shared out yet.
+        structure: digest of it.
+        setting: of the choices, as "zero3/4". Where rank 0 sends its parameters to the others, theirs may have other values.
+
+    Raises:
+        InputError: they have not; on all ranks.
+    """
+    sent = way_of(setting)[0] in _SENT
+    values = {} if sent else {name: marked([bytes_of(p, NUMBERS)]) for name, p in model.named_parameters()}
+    told: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size()
+    dist.all_gather_object(told, (structure, values))
+    first, first_values = told[0]
+    for rank, (other, other_values) in enumerate(told):
+        if other != first:
+            raise InputError(
+                f"the model of rank {rank} is not that of rank 0: it has other modules, shapes, dtypes, frozen parameters or another mode (train/eval). Make "
+                "the same model on every rank"
+            )
+        name = next((name for name, value in other_values.items() if value != first_values[name]), None)
+        if name is not None:
+            raise InputError(
+                f"the parameters of rank {rank} are not those of rank 0 ({name} is the first that differs), and each rank keeps its own part of its own: seed "
+                "all ranks alike before the model is made, or load the same weights on all of them"
+            )

@@ -14,6 +14,17 @@ from planner.traces import drawn, network
 from sweeps import each_seed
 
 
+def one_gone(replay: Replay, chance: random.Random) -> tuple[set[int], list[tuple[int, int, int]]]:
+    """A recomputation to remove, with those that are needless then, and the changes."""
+    (slot,) = chance.sample(sorted(replay.recipe_at), 1)
+    gone = replay.with_needless([slot])
+    changes = replay.changes(gone)
+    assert slot == max(gone)
+    if replay.frees_nothing_later([slot]):
+        assert not any(size < 0 and slot < end - 1 for _, end, size in changes)
+    return gone, changes
+
+
 @each_seed(60)
 def test_recomputations_taken_out_one_by_one_leave_what_a_fresh_replay_finds(seed: int) -> None:
     chance = random.Random(seed)
@@ -34,8 +45,7 @@ def test_recomputations_taken_out_one_by_one_leave_what_a_fresh_replay_finds(see
         replay = Replay(timeline, recomputations)
         assert replay.peak_bytes == timeline.evaluate(recomputations).peak_bytes
         while replay.recipe_at:
-            gone = replay.with_needless(chance.sample(sorted(replay.recipe_at), 1))
-            changes = replay.changes(gone)
+            gone, changes = one_gone(replay, chance)
             before = replay.peak_bytes
             budget = chance.choice((before, before + 50, before + 500))
             fits = replay.fits(changes, gone, budget)
@@ -54,9 +64,9 @@ def test_reloads_taken_out_leave_what_a_fresh_replay_finds(seed: int) -> None:
         timeline = Timeline(trace, recipes)
         replay = Replay(timeline, offloading_plan(recipes, chance))
         while replay.recipe_at:
-            gone = replay.with_needless(chance.sample(sorted(replay.recipe_at), 1))
+            gone, changes = one_gone(replay, chance)
             removed += sum(replay.recipe_at[slot] in recipes.reloads for slot in gone)
-            replay.remove(gone, replay.changes(gone))
+            replay.remove(gone, changes)
             assert replay.peak_bytes == timeline.peak(replay.recomputations())
     assert removed or seed % 10
 

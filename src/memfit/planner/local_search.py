@@ -169,6 +169,8 @@ def shrink(
             groups = [(slot,) for slot in sorted(replay.recipe_at)]
             for group in [*groups, *map(tuple, replay.slots_by_event())]:
                 tries -= 1
+                if max(group) < top and replay.frees_nothing_later(group):
+                    continue
                 move = replay.move(group)
                 there = sum(size for a, b, size in move.changes if a <= top < b)
                 if (there < 0 or top in move.removed) and replay.fits(move.changes, move.removed, peak - 1):

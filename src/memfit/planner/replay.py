@@ -190,18 +190,39 @@ class Replay:
                     return True
         return False
 
+    def frees_nothing_later(self, slots: Iterable[int]) -> bool:
+        """Whether it is certain that no byte after the last of these recomputations goes with them.
+
+        What reads their results reads the copy before then, which is there longer; if that one is still there when they run, as something holds it, two become
+        one. What they read is there for a shorter time before them, and so is what is needless without them.
+        """
+        return all(
+            end <= slot
+            for slot in slots
+            for s in self._recipes[self.recipe_at[slot]].makes
+            for birth, end in self._present(s)
+            if birth < slot
+        )
+
+    def _present(self, s: int) -> list[tuple[int, int]]:
+        """The live intervals of a storage in the plan as it is now."""
+        known = self._intervals.get(s)
+        if known is None:
+            known = self._intervals[s] = self.live_intervals(s, set(), {})
+        return known
+
     def changes(self, removed: set[int]) -> list[tuple[int, int, int]]:
         """(first slot, last slot + 1, change in bytes) without these recomputations, in order."""
         timeline = self.timeline
-        births = self._births
+        births, recipes, recipe_at, event_at = self._births, self._recipes, self.recipe_at, self.event_at
         affected: set[int] = set()
         removed_at: dict[int, int] = {}
         for slot in removed:
-            affected.update(self._recipes[self.recipe_at[slot]].makes)
+            affected.update(recipes[recipe_at[slot]].makes)
         for slot in removed:
-            event = self.event_at[slot]
+            event = event_at[slot]
             removed_at[event] = removed_at.get(event, 0) + 1
-            for s in self._recipes[self.recipe_at[slot]].inputs:
+            for s in recipes[recipe_at[slot]].inputs:
                 if s not in affected and s in births and not self._used_again(s, slot, removed):
                     affected.add(s)
             # A storage that is never rebuilt is held by autograd again once no recomputation is left before its unpacks.
@@ -210,12 +231,10 @@ class Replay:
                 affected.add(s)
         deltas: dict[int, int] = defaultdict(int)
         for s in affected:
-            size = self._bytes[s]
-            before = self._intervals.get(s)
-            if before is None:
-                before = self._intervals[s] = self.live_intervals(s, set(), {})
+            before = self._present(s)
             after = self.live_intervals(s, removed, removed_at)
             if before != after:
+                size = self._bytes[s]
                 for birth, end in before:
                     deltas[birth + 1] -= size
                     deltas[end + 1] += size
@@ -249,15 +268,22 @@ class Replay:
 
     def live_intervals(self, s: int, removed: set[int], removed_at: dict[int, int]) -> list[tuple[int, int]]:
         """(birth slot, last slot) of each copy of a storage without these recomputations; `removed_at` counts them by event."""
-        timeline, slot_of_event = self.timeline, self._slot_of_event
-        births = [b for b in self._births[s] if b not in removed] if removed else self._births[s]
-        held_by_engine = len(births) > 1
+        timeline, slot_of_event, uses = self.timeline, self._slot_of_event, self._uses[s]
+        births = self._births[s]
+        if removed:
+            births = [b for b in births if b not in removed]
+            uses = [use for use in uses if use[0] not in removed]
+        copies = len(births)
+        held_by_engine = copies > 1
         if not held_by_engine:
+            count_at = self._count_at
             for event, _ in timeline.unpack_uses.get(s, ()):
-                if self._count_at.get(event, 0) > removed_at.get(event, 0):
+                if event in count_at and count_at[event] > removed_at.get(event, 0):
                     held_by_engine = True
                     break
         end = slot_of_event[timeline.transient_end[s] if held_by_engine else timeline.last_end[s]]
+        if copies == 1:
+            return [(births[0], max((end, *[held_until for _, held_until in uses])))]
         reloads = timeline.recipes.reloads
         if reloads:
             for birth in births[1:]:
@@ -266,15 +292,13 @@ class Replay:
                     end = max(end, slot_of_event[reload.gone_by])
         out = []
         copy = 0
-        next_birth = births[1] if len(births) > 1 else _NEVER
-        for slot, held_until in self._uses[s]:
-            if slot in removed:
-                continue
+        next_birth = births[1]
+        for slot, held_until in uses:
             while slot > next_birth:
                 out.append((births[copy], end))
                 copy += 1
                 end = births[copy]
-                next_birth = births[copy + 1] if copy + 1 < len(births) else _NEVER
+                next_birth = births[copy + 1] if copy + 1 < copies else _NEVER
             end = max(end, held_until)
         out.append((births[copy], end))
         out.extend((b, b) for b in births[copy + 1 :])

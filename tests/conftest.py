@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -33,6 +34,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tiny kernels on several threads spend their time waiting for each other, ten times as long on a shared machine.
 torch.set_num_threads(1)
 
+MANY_MODULES = 50  # imported by tests: then they are settled, too
+_settled_modules = 0
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(sweeps.OPTION, type=int, metavar="SEED", help="Of a sweep over seeds, run this one alone.")
@@ -45,6 +49,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sweeps.alternate(items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.items:
+        importlib.import_module("torch._dynamo")
+        _settle()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and len(sys.modules) > _settled_modules + MANY_MODULES:
+        _settle()
+
+
+def _settle() -> None:
+    """No collection looks again at what is there: modules and collected tests are most of all objects, and a full collection of them takes half a second."""
+    global _settled_modules  # noqa: PLW0603 - of the process, as the collector is
+    gc.collect()
+    gc.freeze()
+    _settled_modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
@@ -75,16 +100,8 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def settled() -> None:
-    """What torch imports on the way is imported, and no collection looks at it again: each capture starts with one."""
-    importlib.import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture
-def one_thread(settled: None) -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One thread for kernels: tiny models are faster so, and sums come in one order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import small
 from memfit import dispatch
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "settled"),
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
 ]

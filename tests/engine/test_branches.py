@@ -18,7 +18,7 @@ from memfit.values.script import Script
 from models.forked import Forked, Residual, batch_of, loss_of
 from sweeps import each_seed
 
-pytestmark = pytest.mark.usefixtures("one_thread", "settled")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SLACK = 512  # numbers that kernels wrap into tensors; plans keep as much free
 

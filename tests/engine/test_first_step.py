@@ -16,7 +16,7 @@ import small
 from memfit.planning import planning_of
 from memfit.values.trace import Trace
 
-pytestmark = pytest.mark.usefixtures("one_thread", "settled")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = 48
 

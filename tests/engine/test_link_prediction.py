@@ -12,7 +12,7 @@ from torch.nn import functional
 import small
 from models.outcome import measured_peak, plans_between
 
-pytestmark = pytest.mark.usefixtures("one_thread", "settled")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NODES, FEATURES, LATENT = 80, 16, 8
 

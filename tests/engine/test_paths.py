@@ -24,7 +24,7 @@ from models import paths
 from models.paths import Block, Blocks, SelfConditioned, loss_of, sample, seeded
 from sweeps import at_night
 
-pytestmark = pytest.mark.usefixtures("one_thread", "settled")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES_ONLY = {"Cropped"}  # the same operations in other sizes: within the budget, but not predicted to the byte
 NIGHT = {

@@ -15,7 +15,7 @@ from pipelining import running
 from sharding import steps
 from sweeps import each_seed
 
-pytestmark = pytest.mark.usefixtures("one_thread", "settled")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MICRO_BATCHES = 4
 IN_16_BITS = 2**-7  # of the largest gradient: what several stages send of one tensor in bf16 is added up in bf16

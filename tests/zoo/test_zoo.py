@@ -12,7 +12,7 @@ from zoo.judging import judged
 from zoo.techniques import TECHNIQUES, turn_of
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "settled"),
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # transformers' own, about names and defaults of other people's models
 ]
 

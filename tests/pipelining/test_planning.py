@@ -193,7 +193,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_of_stretches_that_are_alike_one_is_captured_while_a_cut_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [None, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_of_stretches_that_are_alike_one_is_captured_while_a_cut_is_searched(
+    part: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the stages of the cut that is taken: the plan is the one that is found where each stretch is captured."""
     made, found = [], captured(monkeypatch)
     for alike in (True, False):
@@ -201,14 +204,15 @@ def test_of_stretches_that_are_alike_one_is_captured_while_a_cut_is_searched(mon
             monkeypatch.setattr(AlikeStretches, "description", lambda _, first, end: (first, end))
         model, sample, loss_fn = build_gpt(layers=4, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
         fixed = {"sharding": "1f1b/3", "micro_batches": 4}
-        plain = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=3, fixed=fixed)
-        tight = memfit.replan(plain, int(0.8 * plain.prediction.peak_bytes))
-        assert tight.pipeline is not None
-        assert {(stage.first, stage.end) for stage in tight.pipeline.cut.stages} <= set(found)
-        made.append((plain.to_json(), tight.to_json(), len(found)))
+        plan = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=3, fixed=fixed)
+        if part is not None:
+            plan = memfit.replan(plan, int(part * plan.prediction.peak_bytes))
+        assert plan.pipeline is not None
+        assert {(stage.first, stage.end) for stage in plan.pipeline.cut.stages} <= set(found)
+        made.append((plan.to_json(), len(found)))
         found.clear()
-    (*few_plans, few), (*all_plans, every) = made
-    assert few_plans == all_plans
+    (few_plan, few), (every_plan, every) = made
+    assert few_plan == every_plan
     assert few < every
 
 

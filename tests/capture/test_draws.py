@@ -150,7 +150,7 @@ def test_draws_go_along_with_a_trace_and_a_plan(tmp_path: Path) -> None:
     plain = memfit.replan(again, 1 << 40).prediction.peak_bytes
     smallest = memfit.smallest_budget(again)
     # Where the peak of a plan lies, and so whether it depends on the draw, depends on what the plan drops, and that on measured seconds.
-    plans = [memfit.replan(again, smallest + (plain - smallest) * part // 8) for part in range(8)]
+    plans = (memfit.replan(again, smallest + (plain - smallest) * part // 8) for part in range(8))
     made = next(plan for plan in plans if plan.prediction.varies_bytes > 0)
     made.save(tmp_path / "plan")
     assert memfit.Plan.load(tmp_path / "plan") == made

@@ -15,6 +15,7 @@ import memfit
 import small
 from memfit import batches
 from memfit.sharding.pipelined import PipelinedModel
+from models import calls
 from models.padded import LENGTH, Padded, loss_of, tokens
 from parallel import stage_models
 from sharding import steps
@@ -86,6 +87,13 @@ def padded() -> steps.Built:
 
 def squared() -> steps.Built:
     return small.chain(2), small.rows(SAMPLES), small.squared_error
+
+
+def checkpointed() -> steps.Built:
+    """Blocks in checkpoints of the user's, called twice: with what an earlier stage has, too."""
+    torch.manual_seed(0)
+    model, loss_fn = calls.PROGRAMS["checkpoints_of_the_users"]()
+    return model, calls.batch(2 * SAMPLES), loss_fn
 
 
 def resnet() -> steps.Built:

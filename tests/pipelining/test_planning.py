@@ -25,6 +25,7 @@ from memfit.techniques.sharding import Pipelines, way_of
 from memfit.units import format_bytes
 from memfit.values.report import MeasuredRank, Rehearsal, Report, StepRecord
 from memfit.values.stages import Schedule
+from memfit.values.trace import BEFORE_STEP, Category
 from memfit.views import write_report
 from models.padded import LENGTH, Padded, loss_of, tokens
 from models.transformer import build_gpt
@@ -234,6 +235,21 @@ def test_stretches_are_alike_by_what_they_run_train_and_send() -> None:
     assert planner._alike.description(first + 2, first + 4) == planner._alike.description(first + 3, first + 5)
     assert planner._alike.description(first + 2, first + 4) != described[2]
     assert planner._alike.description(first, len(paths)) != planner._alike.description(0, len(paths))
+
+
+def test_what_a_checkpoint_saves_of_an_earlier_stage_takes_no_bytes_of_a_later_one() -> None:
+    """The user's checkpoint saves what its block is given, which is absent where an earlier stage runs the block."""
+    model, sample, loss_fn = running.checkpointed()
+    fixed = {"sharding": "1f1b/2", "micro_batches": 4}
+    plan = memfit.plan(model, steps.part_of(sample, 0, 2), loss_fn, 1 << 40, steps.sgd, devices=2, fixed=fixed)
+    planning = origin_of(plan)
+    assert isinstance(planning, PipelinePlanning)
+    (planner,) = planning.planners.values()
+    number = len(planner.calls.calls)
+    trace = planner.solver(number // 2 + 1, number).trace  # of the second call of the model all but the first layer
+    before = [s for s in trace.storages if s.category is Category.OTHER and s.birth == BEFORE_STEP]
+    assert before, "the absent tensor is there"
+    assert not sum(storage.bytes for storage in before)
 
 
 def test_pipelines_of_one_length_share_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,14 @@ def test_interleaved_stages_of_other_models(build: Callable[[], steps.Built]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("setting", ["1f1b/2", "gpipe/2"])
+def test_what_checkpoints_of_the_users_save_of_earlier_stages_takes_nothing(setting: str) -> None:
+    plan = planned(running.checkpointed, 2, setting, "sgd", fixed={"micro_batches": 4})
+    ran = running.together(2, running.run, [plan.to_json()], running.checkpointed, "sgd")
+    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+
+
+@pytest.mark.slow
 def test_interleaved_pipelines_beside_each_other_share_out_their_state() -> None:
     settings = ("interleaved/2x2", "interleaved/2x2+zero1")
     plans = [planned(running.decoder, 4, setting, "sgd", fixed={"micro_batches": 4}) for setting in settings]

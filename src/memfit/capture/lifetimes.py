@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from memfit import dispatch
+from memfit.step.absent import Absent
 from memfit.values.trace import BEFORE_STEP, Category
 
 
@@ -51,10 +52,11 @@ class Lifetimes:
         return self._ids.get(dispatch.storage_key(tensor))
 
     def add(self, tensor: torch.Tensor, category: Category, module: str, birth: int) -> int:
-        """Follow the tensor's storage from now on, under a number of its own. One on another device than the step's takes no bytes."""
+        """Follow the tensor's storage from now on, under a number of its own. One on another device than the step's takes no bytes, nor does an absent one."""
         storage = tensor.untyped_storage()
         sid = len(self.storages)
-        elsewhere = self._device is not None and tensor.device.type != self._device
+        # Absent ones say that they are on the device; autograd is given some to save, by checkpoints of the user's around earlier stages.
+        elsewhere = isinstance(tensor, Absent) or (self._device is not None and tensor.device.type != self._device)
         self.storages.append(StorageLife(0 if elsewhere else storage.nbytes(), category, module, birth))
         self._follow(storage, sid)
         return sid

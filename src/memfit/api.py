@@ -48,7 +48,7 @@ _ONE_DEVICE: Final = (None, 1, "1")  # `devices=` that share nothing out
 
 def plan(
     model: nn.Module,
-    sample: Batch,
+    sample: Batch = None,
     loss_fn: LossFunction | None = None,
     budget: Budget = "80%",
     optimizer: OptimizerFactory | None = default_optimizer,
@@ -315,7 +315,7 @@ def frontier_points(plans: Iterable[Plan]) -> tuple[FrontierPoint, ...]:
 
 def fit(
     model: nn.Module,
-    sample: Batch,
+    sample: Batch = None,
     loss_fn: LossFunction | None = None,
     budget: Budget = "80%",
     optimizer: OptimizerFactory | None = default_optimizer,

@@ -89,6 +89,7 @@ def apply(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
             "(train/eval). Plan again for this model"
         )
+    check_kind(plan, model)
     planning, origin = planning_of(plan), origin_of(plan)
     source = origin.source if origin is not None else None
     absent = any(p.device.type == "meta" for p in model.parameters())
@@ -146,6 +147,20 @@ def apply(
     ):  # loaded: what it was planned from is captured anew where it is left
         engine.learner = _Learner(held, None if optimizer is None else optimizer_factory(optimizer, model))
     return engine
+
+
+def check_kind(plan: Plan, model: nn.Module) -> None:
+    """Check that a plan is for the kind of device that the model is on; on the meta device it is on none yet.
+
+    Raises:
+        InputError: it is for another one, whose kernels take other bytes.
+    """
+    here = device_of(model).type
+    if here not in (plan.device_kind, "meta"):
+        raise InputError(
+            f"the plan is for {plan.device} ({plan.device_kind}) and the model is on {here}, whose kernels take other bytes: move the model there "
+            f'(model.to("{plan.device_kind}")) before memfit.apply, or plan for the device that it is on (memfit.plan without device=)'
+        )
 
 
 def _like(optimizer: OptimizerFactory | torch.optim.Optimizer | None, model: nn.Module) -> OptimizerFactory | None:

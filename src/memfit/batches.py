@@ -375,12 +375,16 @@ def _called(model: torch.nn.Module, batch: Batch) -> Any:
 def _note_on_forms(message: str, model: torch.nn.Module, batch: Batch, *, has_loss: bool) -> str:
     """What to write, where an error may come from the way in which loss function and model are called; "" elsewhere."""
     if has_loss:
-        if type(model).__name__ not in message and "required positional argument" not in message:
+        used = {type(model).__name__, *([] if isinstance(batch, torch.Tensor) else [f"'{type(batch).__name__}'"])}
+        if not any(name in message for name in used) and "required positional argument" not in message:
             return ""
-        return (
-            "memfit calls loss_fn(model, batch); if yours takes (output, target), write "
-            "loss_fn=lambda model, batch: yours(model(batch[0]), batch[1])"
-        )
+        taken = "yours(model(batch[0]), batch[1])"
+        if isinstance(batch, torch.Tensor):
+            taken = "yours(model(batch), batch)"
+        elif isinstance(batch, Mapping):
+            first, second = (*map(repr, batch), "...", "...")[:2]
+            taken = f"yours(model(batch[{first}]), batch[{second}])"
+        return f"memfit calls loss_fn(model, batch); if yours takes (output, target), write loss_fn=lambda model, batch: {taken}"
     if f"{type(model).__name__}.forward()" not in message and "forward() " not in message:
         return ""
     call = "**batch" if isinstance(batch, Mapping) else "*batch" if isinstance(batch, (tuple, list)) else "batch"

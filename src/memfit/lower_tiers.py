@@ -81,7 +81,12 @@ def capacity(machine: Machine, tier: str, folder: str | Path | None = None) -> i
         return machine.memory_bytes
     if tier == "host" and machine.kind == "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return free_bytes(offload_folder(folder))
+    where = offload_folder(folder)
+    if not where.is_dir():
+        raise InputError(
+            f"lower_tier={str(where)!r} is no folder on this computer: make it, or name one on the disk to offload to"
+        )
+    return free_bytes(where)
 
 
 def measured_links(here: torch.device, machine: Machine, request: Request) -> tuple[Link, ...]:

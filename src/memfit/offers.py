@@ -220,7 +220,12 @@ def _made(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Seq
     if make_optimizer is None:
         return None
     with frozen(model, freeze):
-        made = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise InputError(
+                "no parameter of the model is trained, as none requires gradients: call requires_grad_(True) on what is to be trained, or freeze less"
+            )
+        made = make_optimizer(trained)
     check_optimizer(made)
     return made
 

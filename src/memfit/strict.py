@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -103,8 +103,7 @@ def convert(hint: Any, value: object, path: str) -> Any:
     if origin is Literal:
         if value in options and not isinstance(value, bool):
             return value
-        found = difflib.get_close_matches(str(value), [str(o) for o in options], 1)
-        guess = f"; did you mean {found[0]}?" if found else ""
+        guess = _guess(str(value), [str(o) for o in options])
         raise ConfigError(f"{path}: expected {described(hint)}, found {_shown(value)}{guess}")
     if origin is tuple:
         return _sequence(options, value, path)
@@ -115,6 +114,12 @@ def convert(hint: Any, value: object, path: str) -> Any:
             raise ConfigError(f"{path}: expected keys and values, found {_shown(value)}")
         return {key: convert(options[1], each, _join(path, key)) for key, each in value.items()}
     return _scalar(hint, value, path)
+
+
+def _guess(value: str, options: Sequence[str]) -> str:
+    """The option that was meant, whatever its capitals; "" where none is near."""
+    found = difflib.get_close_matches(value.lower(), {o.lower(): o for o in options}, 1)
+    return next((f"; did you mean {o}?" for o in options if found and o.lower() == found[0]), "")
 
 
 def _one_of(options: tuple[Any, ...], value: object, path: str) -> Any:

@@ -60,5 +60,8 @@ def lines(text: str) -> dict[str, int]:
 def reason(error: Exception) -> str:
     """What is wrong with a text that could not be read, with its line where that is known."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem or error.context}"
+        line = f"line {error.problem_mark.line + 1}"
+        if "\\t" in str(error.problem):
+            return f"{line} is indented with a tab, which YAML does not take: use spaces"
+        return f"{line}: {error.problem or error.context}"
     return str(error)

@@ -212,6 +212,24 @@ def test_batches_in_a_list_take_what_is_predicted_for_all_of_them(share: float) 
     assert engine.accumulate(window, meter=True).peak_bytes == made.prediction.peak_bytes
 
 
+def test_more_batches_than_planned_take_no_more_bytes() -> None:
+    sample = (torch.randn(64, 16), torch.randn(64, 4))
+    model = nn.Linear(16, 4)
+
+    def loss_fn(model: nn.Module, batch: Rows) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    plan = memfit.plan(model, sample, loss_fn, "1GiB", sgd, loader_batches=2)
+    engine = memfit.apply(plan, model)
+    peaks = [
+        engine.accumulate((tuple(t[:32].clone() for t in sample) for _ in range(n)), meter=True).peak_bytes
+        for n in (2, 7)
+    ]
+    assert peaks[0] == peaks[1]
+    assert peaks[0] is not None
+    assert peaks[0] <= plan.prediction.peak_bytes
+
+
 def test_a_list_under_a_plan_for_one_batch_at_a_time_is_refused() -> None:
     model, sample = small.chain(2), small.rows(64)
     made = memfit.plan(model, sample, small.squared_error, "1GiB", small.adamw, loader_batches=4)

@@ -535,6 +535,49 @@ def test_what_a_loss_function_holds_is_predicted_and_measured(fraction: float, h
     assert memfit.measure(layers(), rows(), losses[held], adamw).peak_bytes == plan.prediction.plain_peak_bytes
 
 
+@pytest.mark.filterwarnings("ignore:a forward differed from the plan and was ended there")
+@pytest.mark.parametrize("fraction", [0.75, 0.5])
+def test_layers_that_are_frozen_half_way_stay_in_the_budget(fraction: float) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(part for _ in range(4) for part in (nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32))), nn.Linear(32, 4)
+        )
+
+    x = torch.randn(256, 32)
+    model, plain = build(), build()
+    budget = int(fraction * memfit.measure(build(), x, squares, adamw).peak_bytes)
+    engine = memfit.fit(model, x, squares, budget, adamw, fixed={"micro_batches": 1})
+    optimizer = adamw(plain.parameters())
+    for step in range(3):
+        if step == 1:
+            for each in (model, plain):
+                each[3:7].requires_grad_(requires_grad=False)
+        with pytest.warns(UserWarning, match="6 no longer") if step == 1 else nullcontext():
+            record = engine.step(x, meter=True)
+        assert record.peak_bytes is not None
+        assert record.peak_bytes <= budget
+        assert not record.divergences
+        squares(plain, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_forgotten_train_is_told_as_such_and_once() -> None:
+    model = layers()
+    engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1})
+    model.eval()
+    with pytest.warns(
+        UserWarning, match=r"the model is in eval mode, .* call model\.train\(\) before the step"
+    ) as warned:
+        engine.step(rows())
+    assert warned[0].filename == __file__
+    engine.step(rows())
+    model.train()
+    engine.step(rows())
+
+
 def test_layers_that_are_freed_between_steps_are_told_and_planned_for_when_fitted_again() -> None:
     model, plain = layers(), layers()
     for each in (model, plain):

@@ -119,7 +119,7 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
         ({"model": "gpt2"}, "the model is the text 'gpt2': .*memfit estimate FOLDER"),
         ({"model": batch(), "sample": classifier()}, "the model is tuple: .* the arguments are model, sample, loss_fn"),
         ({"sample": (16, 8)}, r"if they are its shape, give torch.zeros\(16, 8\)"),
-        ({"sample": None}, "it is None"),
+        ({"sample": None}, "no sample was given"),
         ({"device": "cuda"}, r"a device of torch: move the model there \(model.to\('cuda'\)\)"),
         ({"clip_norm": "1"}, "clip_norm='1': a positive number is needed"),
         ({"budget": 24}, 'budget=24 is 24 bytes, .*write the unit, "24GiB"'),
@@ -167,6 +167,7 @@ class Distance(nn.Module):
     [
         (Distance(), "if yours takes \\(output, target\\), write loss_fn=lambda model, batch: yours"),
         (lambda output, target: output.shape, "if yours takes \\(output, target\\)"),
+        (lambda output, target: nn.functional.mse_loss(output, target[0]), "if yours takes \\(output, target\\)"),
         (None, "without a loss_fn memfit calls model\\(\\*batch\\) .* loss_fn=nn.CrossEntropyLoss\\(\\)"),
     ],
 )
@@ -174,6 +175,65 @@ def test_an_error_of_a_loss_of_another_form_keeps_its_kind_and_says_the_form(los
     with pytest.raises((TypeError, AttributeError)) as caught:
         memfit.plan(classifier(), batch(), loss, "1GiB", adamw)
     assert re.search(note, " ".join(caught.value.__notes__))
+
+
+@pytest.mark.parametrize(
+    ("sample", "written"),
+    [
+        (batch()[0], "lambda model, batch: yours(model(batch), batch)"),
+        (
+            {"pixels": batch()[0], "class": batch()[1]},
+            "lambda model, batch: yours(model(batch['pixels']), batch['class'])",
+        ),
+        (batch(), "lambda model, batch: yours(model(batch[0]), batch[1])"),
+    ],
+)
+def test_the_form_of_a_loss_is_told_as_its_batch_is_taken_apart(sample: Any, written: str) -> None:
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        memfit.plan(classifier(), sample, lambda output, _: output.square().mean(), "1GiB", adamw)
+    assert written in " ".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("function", [memfit.plan, memfit.fit])
+@pytest.mark.parametrize(
+    ("named", "sentence"),
+    [
+        ({"sample": None}, r"no sample was given: give one batch, .*next\(iter\(loader\)\)"),
+        ({"loss_fn": "cross_entropy"}, r"is a name: write loss_fn=nn\.functional\.cross_entropy"),
+        ({"model": classifier().requires_grad_(requires_grad=False)}, "no parameter of the model is trained"),
+        ({"lower_tier": "/nowhere/at/all", "host_budget": "1GiB"}, "is no folder on this computer"),
+    ],
+)
+def test_first_guesses_lead_to_what_works(function: Any, named: dict[str, Any], sentence: str) -> None:
+    given = {
+        "model": classifier(),
+        "sample": batch(),
+        "loss_fn": loss_fn,
+        "budget": "1GiB",
+        "optimizer": adamw,
+        **named,
+    }
+    with pytest.raises(InputError, match=sentence):
+        function(**given)
+
+
+def test_a_trainer_alone_is_told_what_to_call() -> None:
+    trainer = object.__new__(transformers.Trainer)
+    with pytest.raises(InputError, match=r"call memfit\.transformers\.fit\(trainer, budget=\.\.\.\)"):
+        memfit.fit(trainer, budget="1GiB")
+
+
+def test_a_device_is_a_name() -> None:
+    with pytest.raises(InputError, match='device=0 is no name of a GPU: write one, such as device="rtx4090"'):
+        memfit.plan(classifier(), batch(), loss_fn, "1GiB", adamw, device=0)  # type: ignore[arg-type]
+
+
+def test_a_plan_for_a_gpu_is_not_applied_to_a_model_on_the_cpu() -> None:
+    plan = memfit.plan(classifier(), batch(), loss_fn, "1GiB", adamw, device="RTX 4090")
+    with pytest.raises(
+        InputError, match=r"the plan is for rtx4090 \(cuda\) and the model is on cpu, .*model\.to\(\"cuda\"\)"
+    ):
+        memfit.apply(plan, classifier(), loss_fn)
 
 
 @pytest.mark.parametrize("call", [{"fixed": {"micro_batches": 4}}, {"loader_batches": 4}])

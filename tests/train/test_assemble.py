@@ -181,6 +181,8 @@ def test_what_is_cut_and_what_is_small_is_said(folder: Path) -> None:
         ({"data": {**TEXT, "train": "text.txt"}}, "running text for causal-lm and masked-lm"),
         ({"data": {"python": "json:JSONDecoder"}}, "data.python: json:JSONDecoder returned JSONDecoder, which has no"),
         ({"data": {"python": "math:tau"}}, "has no function 'tau'"),
+        ({"data": {"python": "math:sqrtt"}}, "has no function 'sqrtt'; did you mean math:sqrt"),
+        ({"data": {"python": "math.py:sqrt"}}, "there is no module 'math.py' .*; write math:sqrt"),
         ({"data": {**TEXT, "label": "text"}}, "label 'oh no' is no class of the model; there are: bad, good"),
     ],
 )

@@ -92,6 +92,19 @@ def test_written_from_elsewhere_paths_lead_to_the_same_place(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("model:\n\tpython: toy:build\n", "line 2 is indented with a tab, which YAML does not take: use spaces"),
+        ("optim: {name: AdamW}\nmodel: {python: 'a:b'}\nfit: {budget: 1GiB}\n", "did you mean adamw"),
+    ],
+)
+def test_first_guesses_at_a_run_file_lead_to_what_works(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
     ("section", "key", "message"),
     [
         ("fit", "bugdet", "fit.bugdet: no such key; did you mean fit.budget?"),

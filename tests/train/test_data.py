@@ -184,6 +184,15 @@ def test_files_that_are_not_there_or_not_readable_are_refused(
         readers.find(patterns, tmp_path, "data.train")
 
 
+@pytest.mark.parametrize(("name", "with_pandas"), [("rows.csv", "read_csv"), ("rows.json", "read_json")])
+def test_tables_of_other_kinds_are_told_how_to_become_one_that_is_read(
+    tmp_path: Path, name: str, with_pandas: str
+) -> None:
+    (tmp_path / name).write_text("text,label\nhello,1\n")
+    with pytest.raises(ConfigError, match=rf"pandas\.{with_pandas}\(file\)\.to_json\(\"data\.jsonl\""):
+        readers.find([name], tmp_path, "data.train")
+
+
 def test_patterns_find_files_sorted_and_once(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "x[1].txt"):
         (tmp_path / name).touch()

@@ -10,9 +10,12 @@ def forward_names(trace: Trace) -> list[str]:
     return [operation.name for operation in trace.in_forward()]
 
 
-def path_taken(trace: Trace) -> list[tuple[str, str]]:
-    """Operations of a captured forward and loss, each with the module that ran it: blocks that are alike are told apart."""
-    return [(operation.name, operation.module) for operation in trace.in_forward()]
+def path_taken(trace: Trace) -> list[tuple[str, str, bool]]:
+    """Operations of a captured forward and loss, each with the module that ran it, as blocks that are alike are told apart.
+
+    And whether it needs a gradient: what autograd saves differs where layers have been frozen, or a part is cut off.
+    """
+    return [(operation.name, operation.module, operation.wanted) for operation in trace.in_forward()]
 
 
 def same_operations(a: Trace, b: Trace) -> bool:

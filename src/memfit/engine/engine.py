@@ -108,6 +108,8 @@ class Engine:
         self.stream = stream
         self.folder = folder
         self.planner: Callable[[Batch], Plan] | None = None
+        self._training = model.training  # as planned
+        self._told_mode = False
         self._trained: list[tuple[weakref.ref[nn.Parameter], bool]] = []  # whether each was when it was last looked at
         self.learner: Learner | None = None
         self.scaling: Scaling | None = None
@@ -315,6 +317,7 @@ class Engine:
     def _check(self) -> None:
         self._transactions.check()
         self._refuse_compiled()
+        self._notice_the_mode()
 
     def _notice_what_is_trained(self) -> None:
         """Warn where layers have been frozen or freed since the first step."""
@@ -327,9 +330,22 @@ class Engine:
             self._trained = [(reference, p.requires_grad) for reference, p, _ in known]
             warnings.warn(
                 f"{more} parameters are trained from here on that were not, and {fewer}"
-                " no longer: steps may be above the budget, and the optimizer updates only what it was made with. Call memfit.fit again with this model",
+                " no longer: the optimizer updates only what it was made with, and your own loops may exceed the budget. Call memfit.fit again with this model",
                 stacklevel=3,
             )
+
+    def _notice_the_mode(self) -> None:
+        """Warn where `model.train()` was forgotten after an evaluation: what runs then is not what was planned."""
+        other = self.model.training != self._training
+        if other and not self._told_mode:
+            planned, now = ("train", "eval") if self._training else ("eval", "train")
+            warnings.warn(
+                f"the model is in {now} mode, and its plan is for {planned}"
+                " mode, in which dropout and norms do other things: unless that is meant, call model."
+                f"{planned}() before the step",
+                stacklevel=4,
+            )
+        self._told_mode = other
 
     def _refuse_compiled(self) -> None:
         self._compile_watch.check(self.model, self.loss_fn, self.optimizer, first=not self.records)

@@ -196,6 +196,10 @@ def known_machine(name: str) -> Machine:
             f"device={str(name)!r} is a device of torch: move the model there (model.to({str(name)!r})) and leave device out; it takes the name of a GPU "
             'that is not in this computer, such as "rtx4090"'
         )
+    if not isinstance(name, str):
+        raise InputError(
+            f'device={name!r} is no name of a GPU: write one, such as device="rtx4090", or leave device out for the device that the model is on'
+        )
     wanted = "".join(c for c in name.lower().replace("nvidia", "").replace("geforce", "") if c.isalnum())
     by_name = {"".join(c for c in m.name if c.isalnum()): m for m in KNOWN}
     if wanted in by_name:

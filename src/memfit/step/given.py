@@ -54,6 +54,10 @@ def loss_function(given: Any) -> LossFunction | None:
     """
     if given is None or isinstance(given, OfPair):
         return given
+    if isinstance(given, str) and callable(getattr(nn.functional, given, None)):
+        raise InputError(
+            f"loss_fn={given!r} is a name: write loss_fn=nn.functional.{given}, for batches (input, target)"
+        )
     if isinstance(given, (str, int)):
         raise InputError(f"loss_fn={given!r} is no function: if it is the budget, name it, budget={given!r}")
     if isinstance(given, type) and issubclass(given, nn.Module):
@@ -185,6 +189,10 @@ def check_sample(sample: Any) -> None:
     if isinstance(sample, torch.utils.data.DataLoader):
         raise InputError(
             "sample is a DataLoader: give one batch of it, the largest that will come, such as sample=next(iter(loader))"
+        )
+    if sample is None:
+        raise InputError(
+            "no sample was given: give one batch, the largest that will come, such as memfit.plan(model, next(iter(loader)), loss_fn, budget=...)"
         )
     if isinstance(sample, torch.utils.data.Dataset):
         raise InputError(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from logging import LogRecord, getLogger
@@ -358,12 +359,16 @@ def resolve(target: str, config: Config, path: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
+        without = f"; write {module_name.removesuffix('.py')}:{name}" if module_name.endswith(".py") else ""
         raise ConfigError(
-            f"{path}: there is no module {error.name!r} in {config.folder or '.'} or among what is installed"
+            f"{path}: there is no module {error.name!r} in {config.folder or '.'} or among what is installed{without}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{path}: {module.__file__} has no function {name!r}")
+        functions = [each for each, value in vars(module).items() if callable(value)]
+        near = get_close_matches(name, functions, 1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise ConfigError(f"{path}: {module.__file__} has no function {name!r}{hint}")
     return function  # type: ignore[no-any-return]
 
 

@@ -67,9 +67,16 @@ def find(patterns: Iterable[str], folder: Path, path: str) -> list[Path]:
         suffixes = {f.suffix for f in files if f.is_file()} | ({"a saved dataset"} if DATASET in kinds else set())
         raise ConfigError(
             f"{path}: found {', '.join(sorted(suffixes)) or 'no suffix'}; "
-            f"memfit reads files of one kind: {', '.join(KINDS)}, or a dataset that Dataset.save_to_disk has written"
+            f"memfit reads files of one kind: {', '.join(KINDS)}, or a dataset that Dataset.save_to_disk has written{_converted(suffixes)}"
         )
     return files
+
+
+def _converted(suffixes: Iterable[str]) -> str:
+    """How a table of a kind that is not read becomes one that is; "" for other files."""
+    with_pandas = {".csv": "read_csv(file)", ".tsv": 'read_csv(file, sep="\\t")', ".json": "read_json(file)"}
+    made = next((with_pandas[suffix] for suffix in sorted(suffixes) if suffix in with_pandas), None)
+    return f': pandas.{made}.to_json("data.jsonl", orient="records", lines=True) writes one' if made else ""
 
 
 def rows(files: Iterable[Path], fields: Sequence[str] = ()) -> Iterator[Row]:

@@ -320,6 +320,15 @@ def test_tokens_are_weighted_as_the_whole_batch_weights_them(loss_fn: Any, kind:
     assert float((means - right).norm() / right.norm()) > 0.1  # what would be trained by mistake
 
 
+@pytest.mark.parametrize(("loss_fn", "kind"), [(token_loss, "tokens"), (shifted_loss, "next_tokens")])
+def test_short_texts_of_one_length_are_weighted_as_texts_of_several_lengths_are(loss_fn: Any, kind: str) -> None:
+    """All labels of the sample that is given fewer of them were masked: what the others count for was in one proportion under either weighting."""
+    whole = batch(names=True)
+    whole["labels"] = whole["labels"].clamp(min=0)
+    whole["labels"][:, 3:] = batches.IGNORED_LABEL
+    assert find_splitting(tokens_model(), whole, loss_fn).weights == f"{kind}:labels"
+
+
 def test_the_engine_accumulates_the_whole_batchs_gradient() -> None:
     model, whole = tokens_model(), batch(names=True)
     right = [p.grad for p in _trained(model, whole, 1)]

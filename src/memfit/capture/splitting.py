@@ -352,7 +352,7 @@ _INPUTS: Final = ("input_ids", "attention_mask", "token_type_ids", "position_ids
 
 
 def _with_masked_labels(batch: Batch) -> Batch:
-    """The batch with some labels masked in one sample, so that token counts differ between samples.
+    """The batch with half of the labels of one sample masked, the first ones, so that token counts differ between samples.
 
     A tensor is taken for labels if it has integers and a second dimension and is not an input: not one of the usual names, and not the first tensor, unless
     that is called a label. Where this is wrong, the model fails on the masked values, and the samples are compared as they are.
@@ -370,7 +370,9 @@ def _with_masked_labels(batch: Batch) -> Batch:
             and name not in _INPUTS
         ):
             changed = value.clone()
-            changed[0, : value.shape[1] // 2] = batches.IGNORED_LABEL
+            counting = (value[0] != batches.IGNORED_LABEL).reshape(value.shape[1], -1).any(1)
+            places = counting.nonzero().flatten()
+            changed[0, places[: len(places) // 2]] = batches.IGNORED_LABEL
             return changed
         return value
 

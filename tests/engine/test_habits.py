@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -516,7 +517,26 @@ def taught(y: Tensor, x: Tensor) -> Tensor:
     return functional.mse_loss(y, TEACHER(x))
 
 
-@pytest.mark.parametrize("held", ["closed over", "global", "default"])
+class Taught:
+    """A loss as an object, whose other attributes (all of the data, say) are no part of a step."""
+
+    def __init__(self) -> None:
+        self.teachers = {"one": layers(2).requires_grad_(requires_grad=False)}
+        self.data = torch.zeros(1 << 16)
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return self.compared(model(x), x)
+
+    def compared(self, y: Tensor, x: Tensor) -> Tensor:
+        return functional.mse_loss(y, self.teachers["one"](x))
+
+
+TAUGHT = Taught()
+
+
+@pytest.mark.parametrize(
+    "held", ["closed over", "global", "default", "object", "method", "object closed over", "partial"]
+)
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
 def test_what_a_loss_function_holds_is_predicted_and_measured(fraction: float, held: str) -> None:
     teacher, weights = Teacher(), torch.rand(WIDTH)
@@ -527,7 +547,15 @@ def test_what_a_loss_function_holds_is_predicted_and_measured(fraction: float, h
     def by_default(model: nn.Module, x: Tensor, teacher: nn.Module = teacher) -> Tensor:
         return functional.mse_loss(model(x), teacher(x))
 
-    losses = {"closed over": closing, "global": lambda model, x: taught(model(x), x), "default": by_default}
+    losses: dict[str, Any] = {
+        "closed over": closing,
+        "global": lambda model, x: taught(model(x), x),
+        "default": by_default,
+        "object": TAUGHT,
+        "method": TAUGHT.__call__,
+        "object closed over": lambda model, x: TAUGHT.compared(model(x), x),
+        "partial": partial(lambda taught, model, x: taught.compared(model(x), x), TAUGHT),
+    }
     plan = plan_at(fraction, layers(), rows(), losses[held])
     engine = memfit.apply(plan, layers(), losses[held], adamw)
     engine.step(rows())

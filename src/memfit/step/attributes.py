@@ -149,13 +149,47 @@ def besides_modules(function: Callable[..., Any] | None) -> Attributes:
 
 
 def values_of(function: Callable[..., Any] | None) -> list[Any]:
-    """What a function is bound to, closes over, has as defaults, or names as globals; and what the functions among these do, those of its own module."""
+    """What a function is bound to, closes over, has as defaults, or names as globals; and what the functions among these do, those of its own module.
+
+    Of objects among these, what is in the attributes that the function or the methods that it calls name (`self.teacher`), and of containers, what is in them.
+    """
+    found = _directly(function)
+    code = getattr(getattr(function, "__func__", getattr(function, "func", function)), "__code__", None)
+    names = ("__call__",) if code is None else code.co_names
+    return [*found, *(inner for value in found for inner in _held_by(value, names))]
+
+
+def _held_by(value: Any, names: Iterable[str]) -> list[Any]:
+    """What code that names these attributes may find in an object, and what is in a container. Its other attributes may be anything (all of the data)."""
+    if type(value) in (list, tuple, dict):
+        return list(value.values() if isinstance(value, dict) else value)
+    own = getattr(value, "__dict__", None)
+    if not isinstance(own, dict) or isinstance(
+        value, (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
+    ):
+        return []
+    found: list[Any] = []
+    waiting, seen = list(names), set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        method = getattr(type(value), name, None)
+        if name in own:
+            found += [own[name], *(_held_by(own[name], ()) if type(own[name]) in (list, tuple, dict) else ())]
+        elif isinstance(method, types.FunctionType):
+            waiting += method.__code__.co_names
+    return found
+
+
+def _directly(function: Callable[..., Any] | None) -> list[Any]:
     if function is None:
         return []
     if isinstance(function, types.MethodType):
         return [function.__self__, *values_of(function.__func__)]
     if isinstance(function, partial):
-        return [*values_of(function.func), *function.args, *function.keywords.values()]
+        return [*_directly(function.func), *function.args, *function.keywords.values()]
     if isinstance(function, types.FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         named = [function.__globals__.get(name) for name in _globals_named(function)]

@@ -145,7 +145,7 @@ def held_by(function: Callable[..., Any] | None) -> list[nn.Module]:
 
 def besides_modules(function: Callable[..., Any] | None) -> Attributes:
     """What else a function may change: lists, dictionaries and objects that it closes over, is bound to, or names (metrics, a history, a trainer)."""
-    return Attributes([each for each in values_of(function) if not isinstance(each, nn.Module)])
+    return Attributes([each for each in _directly(function) if not isinstance(each, nn.Module)])
 
 
 def values_of(function: Callable[..., Any] | None) -> list[Any]:
@@ -162,7 +162,7 @@ def values_of(function: Callable[..., Any] | None) -> list[Any]:
 def _held_by(value: Any, names: Iterable[str]) -> list[Any]:
     """What code that names these attributes may find in an object, and what is in a container. Its other attributes may be anything (all of the data)."""
     if type(value) in (list, tuple, dict):
-        return list(value.values() if isinstance(value, dict) else value)
+        return list(items_of(value)) if length(value) <= LARGEST_CONTAINER else []
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict) or isinstance(
         value, (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
@@ -187,7 +187,7 @@ def _directly(function: Callable[..., Any] | None) -> list[Any]:
     if function is None:
         return []
     if isinstance(function, types.MethodType):
-        return [function.__self__, *values_of(function.__func__)]
+        return [function.__self__, *_directly(function.__func__)]
     if isinstance(function, partial):
         return [*_directly(function.func), *function.args, *function.keywords.values()]
     if isinstance(function, types.FunctionType):

@@ -38,10 +38,8 @@ def requested(model: nn.Module, *, sharers: int = 1, **arguments: Any) -> Reques
     """
     check_model(model)
     folder = arguments.get("folder")
-    if folder is not None and arguments.get("device") is None and not Path(folder).is_dir():
-        raise InputError(
-            f"there is no folder {folder} to offload to (lower_tier=, of a DeepSpeed configuration nvme_path): make it, or name another one"
-        )
+    if folder is not None and arguments.get("device") is None:
+        _check_folder(Path(folder))
     machine = machine_of(model, arguments.get("device"))
     # A function that takes a budget needs one: None is refused like anything else that is not a number of bytes.
     if "budget" in arguments:
@@ -82,11 +80,15 @@ def capacity(machine: Machine, tier: str, folder: str | Path | None = None) -> i
     if tier == "host" and machine.kind == "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     where = offload_folder(folder)
-    if not where.is_dir():
-        raise InputError(
-            f"lower_tier={str(where)!r} is no folder on this computer: make it, or name one on the disk to offload to"
-        )
+    _check_folder(where)
     return free_bytes(where)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no folder {folder} to offload to (lower_tier=, MEMFIT_OFFLOAD_DIR, of a DeepSpeed configuration nvme_path): make it, or name another one"
+        )
 
 
 def measured_links(here: torch.device, machine: Machine, request: Request) -> tuple[Link, ...]:

@@ -201,7 +201,7 @@ def test_the_form_of_a_loss_is_told_as_its_batch_is_taken_apart(sample: Any, wri
         ({"sample": None}, r"no sample was given: give one batch, .*next\(iter\(loader\)\)"),
         ({"loss_fn": "cross_entropy"}, r"is a name: write loss_fn=nn\.functional\.cross_entropy"),
         ({"model": classifier().requires_grad_(requires_grad=False)}, "no parameter of the model is trained"),
-        ({"lower_tier": "/nowhere/at/all", "host_budget": "1GiB"}, "is no folder on this computer"),
+        ({"lower_tier": "/nowhere/at/all", "host_budget": "1GiB"}, "there is no folder .* to offload to"),
     ],
 )
 def test_first_guesses_lead_to_what_works(function: Any, named: dict[str, Any], sentence: str) -> None:

@@ -428,6 +428,18 @@ def test_what_torch_runs_under_no_hooks_is_refused_in_a_sentence() -> None:
         memfit.plan(layers(2).eval(), rows(), jacobian, 1 << 50)
 
 
+@pytest.mark.measured_seconds
+def test_a_whole_model_that_is_mapped_over_its_samples_is_timed() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def each(model: nn.Module, x: Tensor) -> Tensor:
+        mapped: Tensor = torch.vmap(lambda row: model(row).square().sum(), randomness="different")(x)
+        return mapped.mean()
+
+    plan = memfit.plan(model, torch.randn(256, 16), each, "1GiB", adamw, fixed={"micro_batches": 1})
+    assert plan.prediction.step_seconds > 0
+
+
 def test_modules_that_are_mapped_over_by_torch_func_train_as_in_plain_torch() -> None:
     model = layers()
     reference = outcome_of(model, rows(), ensemble)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memfit.planner.schedules import Action, Order, Simulated, moments, rank_orders, simulate
+from memfit.planner.schedules import Order, Played, moments, rank_orders
 from memfit.values.stages import Cut, Line, Parts, Schedule, Stage, StageCost
 
 
@@ -53,9 +53,12 @@ class CutCosts:
     _moments: list[list[tuple[int, dict[int, int]]]] = field(default_factory=list)
     _shared: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
     _peaks: dict[tuple[int, ...], tuple[int, Mapping[int, Stage]]] = field(default_factory=dict)
+    _crossing: dict[tuple[int, int], float] = field(default_factory=dict)
+    _played: Played = field(init=False)
 
     def __post_init__(self) -> None:
         self._moments = [[(running, dict(others)) for running, others in moments(order)] for order in self.orders]
+        self._played = Played(self.orders)
 
     @property
     def number(self) -> int:
@@ -160,6 +163,12 @@ class CutCosts:
 
     def crossing(self, stage: int, end: int) -> float:
         """Seconds of a message from this stage, which ends before part `end`, to the next one."""
+        key = stage, end
+        if key not in self._crossing:
+            self._crossing[key] = self._crossing_seconds(stage, end)
+        return self._crossing[key]
+
+    def _crossing_seconds(self, stage: int, end: int) -> float:
         if end == len(self.parts.parts):
             return 0.0
         one, other = (self.devices[s % len(self.devices)] for s in (stage, stage + 1))
@@ -167,7 +176,10 @@ class CutCosts:
 
     def judged(self, stages: Sequence[Stage]) -> Cut:
         """A whole cut, played through."""
-        played = self.played(stages)
+        taken = [(one.forward_seconds, one.backward_seconds) for one in stages]
+        crossing = [self.crossing(s, one.end) for s, one in enumerate(stages[:-1])]
+        played = self._played
+        passing, busy, _, _ = played.through([taken[a.stage][a.backward] for a in played.actions], crossing)
         update = max(
             sum(
                 self.cost(s.first, s.end).update_seconds / self.line.devices[s.device].speed
@@ -177,23 +189,14 @@ class CutCosts:
             for device in self.devices
         )
         peaks = tuple(self.peak_bytes(rank, stages) for rank in range(len(self.devices)))
-        seconds = played.seconds + update
+        seconds = passing + update
         return Cut(
             tuple(stages),
             self.schedule,
             self.micro_batches,
             seconds,
-            played.busy_seconds,
+            busy,
             peaks,
             seconds,
-            played.seconds,
+            passing,
         )
-
-    def played(self, stages: Sequence[Stage]) -> Simulated:
-        """The pass of all micro-batches through a whole cut."""
-
-        def seconds(action: Action) -> float:
-            one = stages[action.stage]
-            return one.backward_seconds if action.backward else one.forward_seconds
-
-        return simulate(self.orders, seconds, [self.crossing(s, one.end) for s, one in enumerate(stages[:-1])])

@@ -158,38 +158,79 @@ def simulate(
         action_seconds: of a forward or backward.
         message_seconds: of what stage s sends to stage s + 1 for a micro-batch, and gets back; none where messages take no time.
     """
-    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-    last_stage = max(rank_of)
-    begins: dict[Action, float] = {}
-    arrived: dict[Action, float] = {}  # when what an action needs from its neighbour is there
-    link_free: dict[tuple[int, int], float] = {}
-    clocks = [0.0] * len(orders)
-    busy = [0.0] * len(orders)
-    at = [0] * len(orders)
-    waiting = deque(range(len(orders)))
-    stuck = 0
-    while waiting:
-        rank = waiting.popleft()
-        progressed = False
-        while at[rank] < len(orders[rank]):
-            action = orders[rank][at[rank]]
-            outer = action.stage == (last_stage if action.backward else 0)
-            if not outer and action not in arrived:
-                break
-            begins[action] = max(clocks[rank], arrived.get(action, 0.0))
-            seconds = action_seconds(action)
-            clocks[rank] = begins[action] + seconds
-            busy[rank] += seconds
-            at[rank] += 1
-            progressed = True
-            to = action.stage + (-1 if action.backward else 1)
-            if 0 <= to <= last_stage:
-                crossing = message_seconds[min(action.stage, to)] if message_seconds else 0.0
-                sent = max(clocks[rank], link_free.get((action.stage, to), 0.0)) + crossing
-                link_free[action.stage, to] = sent
-                arrived[Action(action.backward, to, action.micro_batch)] = sent
-        stuck = 0 if progressed else stuck + 1
-        if at[rank] < len(orders[rank]):
-            waiting.append(rank)
-            assert stuck <= len(waiting), "ranks wait for each other in a circle"
-    return Simulated(max(clocks), tuple(busy), tuple(clocks), begins)
+    played = Played(orders)
+    seconds, busy, ends, begins = played.through(list(map(action_seconds, played.actions)), message_seconds)
+    return Simulated(seconds, busy, ends, dict(zip(played.actions, begins, strict=True)))
+
+
+class Played:
+    """Orders that are played through for many seconds: which action waits for which is the same each time, and found out once.
+
+    Args:
+        orders: of each rank.
+
+    Attributes:
+        actions: of all ranks, each after those that it waits for.
+    """
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+        last_stage = max(rank_of)
+        self._ranks = len(orders)
+        self._links = 2 * (last_stage + 1)
+        self.actions: list[Action] = []
+        # Of each action its rank; the place of the one whose message it waits for; its link, and the boundary that this crosses. -1 for none.
+        self._steps: list[tuple[int, int, int, int]] = []
+        places: dict[Action, int] = {}  # by the action that a message is for, of the one that sends it
+        at = [0] * len(orders)
+        waiting = deque(range(len(orders)))
+        stuck = 0
+        while waiting:
+            rank = waiting.popleft()
+            progressed = False
+            while at[rank] < len(orders[rank]):
+                action = orders[rank][at[rank]]
+                outer = action.stage == (last_stage if action.backward else 0)
+                if not outer and action not in places:
+                    break
+                at[rank] += 1
+                progressed = True
+                to = action.stage + (-1 if action.backward else 1)
+                sends = 0 <= to <= last_stage
+                if sends:
+                    places[Action(action.backward, to, action.micro_batch)] = len(self.actions)
+                link = 2 * action.stage + action.backward if sends else -1
+                self._steps.append((rank, places.get(action, -1), link, min(action.stage, to)))
+                self.actions.append(action)
+            stuck = 0 if progressed else stuck + 1
+            if at[rank] < len(orders[rank]):
+                waiting.append(rank)
+                assert stuck <= len(waiting), "ranks wait for each other in a circle"
+
+    def through(
+        self, seconds: Sequence[float], message_seconds: Sequence[float] = ()
+    ) -> tuple[float, tuple[float, ...], tuple[float, ...], list[float]]:
+        """As `Simulated` has them: seconds, busy_seconds, ends, and begins of each of `actions`.
+
+        Args:
+            seconds: of each of `actions`.
+            message_seconds: as for `simulate`.
+        """
+        clocks, busy, link_free = [0.0] * self._ranks, [0.0] * self._ranks, [0.0] * self._links
+        sent: list[float] = []
+        begins: list[float] = []
+        for taken, (rank, before, link, boundary) in zip(seconds, self._steps, strict=True):
+            here = clocks[rank]
+            if before >= 0 and sent[before] > here:
+                here = sent[before]
+            begins.append(here)
+            here += taken
+            clocks[rank] = here
+            busy[rank] += taken
+            if link >= 0:
+                here = max(here, link_free[link])
+                if message_seconds:
+                    here += message_seconds[boundary]
+                link_free[link] = here
+            sent.append(here)
+        return max(clocks), tuple(busy), tuple(clocks), begins

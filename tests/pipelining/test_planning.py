@@ -20,6 +20,7 @@ from memfit.pipelining import stages
 from memfit.pipelining.alike_stretches import AlikeStretches
 from memfit.pipelining.planning import PipelinePlanning, settings_for
 from memfit.pipelining.stage_planner import StagePlanner
+from memfit.planner.stage_bytes import seconds_of
 from memfit.planning import origin_of
 from memfit.techniques.sharding import Pipelines, way_of
 from memfit.units import format_bytes
@@ -194,7 +195,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("part", [None, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", [None, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_of_stretches_that_are_alike_one_is_captured_while_a_cut_is_searched(
     part: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,9 +204,9 @@ def test_of_stretches_that_are_alike_one_is_captured_while_a_cut_is_searched(
     for alike in (True, False):
         if not alike:
             monkeypatch.setattr(AlikeStretches, "description", lambda _, first, end: (first, end))
-        model, sample, loss_fn = build_gpt(layers=4, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
-        fixed = {"sharding": "1f1b/3", "micro_batches": 4}
-        plan = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=3, fixed=fixed)
+        model, sample, loss_fn = build_gpt(layers=8, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
+        fixed = {"sharding": "1f1b/4", "micro_batches": 4}
+        plan = memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=4, fixed=fixed)
         if part is not None:
             plan = memfit.replan(plan, int(part * plan.prediction.peak_bytes))
         assert plan.pipeline is not None
@@ -235,6 +236,19 @@ def test_stretches_are_alike_by_what_they_run_train_and_send() -> None:
     assert planner._alike.description(first + 2, first + 4) == planner._alike.description(first + 3, first + 5)
     assert planner._alike.description(first + 2, first + 4) != described[2]
     assert planner._alike.description(first, len(paths)) != planner._alike.description(0, len(paths))
+    # What lies between operations is in the seconds of parts: a stretch that nobody has captured does not look faster than it is.
+    forward, backward, _ = seconds_of(planner.whole, Schedule.ONE_FORWARD_ONE_BACKWARD)
+    assert sum(part.forward_seconds for part in planner.parts.parts) == pytest.approx(forward)
+    assert sum(part.backward_seconds for part in planner.parts.parts) == pytest.approx(backward)
+
+
+def test_stages_that_were_not_captured_look_as_fast_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a cut is found after few captures: each of a stage that looked faster than it is costs a round."""
+    found = captured(monkeypatch)
+    model, sample, loss_fn = build_gpt(layers=6, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
+    fixed = {"sharding": "1f1b/2", "micro_batches": 4}
+    memfit.plan(model, sample, loss_fn, 1 << 40, steps.adamw, devices=2, fixed=fixed)
+    assert 2 <= len(found) <= 6  # of the eighteen there are
 
 
 def test_what_a_checkpoint_saves_of_an_earlier_stage_takes_no_bytes_of_a_later_one() -> None:

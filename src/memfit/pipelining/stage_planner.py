@@ -33,7 +33,7 @@ from memfit.pipelining.batch_reads import with_real_reads
 from memfit.planner.model_parts import Boundary, chain, part_calls, part_ends
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
-from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, gradients_of, menu, seconds_of, stage_levels
+from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, adding_rate, menu, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.sharding.state_sharding import dealt_out, only_with, something
 from memfit.step.absent import only
@@ -125,6 +125,8 @@ class StagePlanner:
         self._receiving: dict[tuple[int, int, int], frozenset[str]] = {}
         self._solvers: dict[Stretch, Solver] = {}
         self._shares: dict[tuple[Stretch, ...], list[dict[Stretch, tuple[str, ...]]]] = {}
+        self._gradient_bytes: list[int] = []  # of each part
+        self._names: dict[Stretch, tuple[str, ...]] = {}
         self._sizes = {name: p.numel() for name, p in self.source.model.named_parameters()}
         self._menus: dict[tuple[int, int, bool], list[tuple[Recompute, Solution]]] = {}
         # The part that is handed in is there beside what the ranks have brought together, of which each has what its stages read.
@@ -154,6 +156,7 @@ class StagePlanner:
         self.kinds = self._other_kinds(step, around)
         self._alike = AlikeStretches(self.whole, ends, self.calls, model, batches.counted_leaf(self.weights))
         self._first_alike: dict[Hashable, Stretch] = {}
+        self._stand_ins: dict[Stretch, Stretch] = {}
         undivided = sum(leaf.nbytes for leaf in batches.leaves(self.batch)) - sum(self._divided_bytes.values())
         read = (Shared(f"batch {place}", size, self._readers(place)) for place, size in self._divided_bytes.items())
         self.parts = replace(
@@ -190,6 +193,21 @@ class StagePlanner:
             self.calls = self.calls.reading_also(with_real_reads(calls, step.model, one, step.loss_fn, around))
             kinds.append(sample)
         return tuple(kinds)
+
+    def parts_now(self) -> Parts:
+        """The parts, with what adding to gradients takes by the stages captured so far: the undivided step, of one micro-batch, makes them anew."""
+        rates = [rate for solver in self._solvers.values() if (rate := adding_rate(solver.timeline)) is not None]
+        if not rates:
+            return self.parts
+        if not self._gradient_bytes:
+            sizes = {n: p.nbytes for n, p in self.source.model.named_parameters() if p.requires_grad}
+            number = len(self.parts.parts)
+            self._gradient_bytes = [sum(sizes.get(n, 0) for n in self._used(i, i + 1)) for i in range(number)]
+        adding = [min(rates) * size for size in self._gradient_bytes]
+        parts = zip(self.parts.parts, adding, strict=True)
+        return replace(
+            self.parts, parts=tuple(replace(one, backward_seconds=one.backward_seconds + more) for one, more in parts)
+        )
 
     def _read(self, first: int, end: int) -> frozenset[int]:
         """Places of the tensors of the batch that the rank of a stage is sent."""
@@ -248,7 +266,7 @@ class StagePlanner:
 
     def _dealt(self, stretches: Sequence[Stretch]) -> list[dict[Stretch, tuple[str, ...]]]:
         model = self.source.model
-        used = {stretch: self.calls.parameters(model, *stretch).keys() for stretch in stretches}
+        used = {stretch: frozenset(self._used(*stretch)) for stretch in stretches}
         own = {
             n: p for n, p in model.named_parameters() if p.requires_grad and any(n in some for some in used.values())
         }
@@ -303,21 +321,25 @@ class StagePlanner:
                 if last
                 else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
                 self.buffers_bytes(first, end) + self.own_part_bytes + timeline.trace.changed_buffer_bytes,
-                self._made_by(timeline.trace, (first, end), later, kind),
+                self._made_by(timeline, (first, end), later, kind),
             )
 
         found = [of_kind(kind) for kind in range(1 + len(self.kinds))]
         return StageLevels(*map(max, *map(astuple, found))) if self.kinds else found[0]
 
-    def _made_by(self, trace: Trace, stretch: Stretch, later: Sequence[Stretch], kind: int) -> frozenset[int]:
+    def _made_by(self, timeline: Timeline, stretch: Stretch, later: Sequence[Stretch], kind: int) -> frozenset[int]:
         """Gradients of a stage's trace that are there before it, by storage, whose parameters these stages have, too."""
         if not later or self.micro_batches == 1:
             return frozenset()
-        model = self.source.model
-        own = self.calls.parameters(model, *stretch)
-        others = frozenset[str]().union(*(self.calls.parameters(model, *each) for each in later))
-        trained = [name for name in own if name in self._receiving[*stretch, kind]]
-        return frozenset(s for s, name in zip(gradients_of(trace), trained, strict=True) if name in others)
+        others = frozenset[str]().union(*(self._used(*each) for each in later))
+        trained = [name for name in self._used(*stretch) if name in self._receiving[*stretch, kind]]
+        return frozenset(s for s, name in zip(timeline.gradients.before, trained, strict=True) if name in others)
+
+    def _used(self, first: int, end: int) -> tuple[str, ...]:
+        """Names of the parameters of a stretch, in the model's order; they are asked for again for each cut."""
+        if (first, end) not in self._names:
+            self._names[first, end] = tuple(self.calls.parameters(self.source.model, first, end))
+        return self._names[first, end]
 
     def shared_bytes(self, stretches: Sequence[Stretch]) -> int:
         """Of a rank with several stages, what is there once and counted in each of them: the batch, what is in no part, and tied parameters."""
@@ -328,7 +350,7 @@ class StagePlanner:
         everywhere = sum(b.nbytes for b in model.buffers() if id(b) not in inside) + self.parts.fixed_bytes
         read = [place for stretch in stretches for place in self._read(*stretch)]
         batch = sum((read.count(place) - 1) * size for place, size in self._divided_bytes.items() if place in read)
-        there = [calls.parameters(model, *stretch).keys() | calls.read_between for stretch in stretches]
+        there = [calls.read_between.union(self._used(*stretch)) for stretch in stretches]
         again = (max(0, sum(name in names for names in there) - 1) * p.nbytes for name, p in model.named_parameters())
         return (len(stretches) - 1) * everywhere + batch + sum(again)
 
@@ -344,7 +366,7 @@ class StagePlanner:
                 looked for.
         """
         if not self.is_captured(first, end):
-            first, end = self._first_alike.setdefault(self._alike.description(first, end), (first, end))
+            first, end = self._stand_in(first, end)
         solver = self.solver(first, end)
         forward, backward, update = seconds_of(solver.trace, found.schedule)
         plain = self.levels(first, end, {})
@@ -363,6 +385,13 @@ class StagePlanner:
             for way, solution in kept
         )
         return StageCost(forward, backward, state, tuple(ways), update, plain.update_bytes)
+
+    def _stand_in(self, first: int, end: int) -> Stretch:
+        """The first stretch asked for that is alike."""
+        if (first, end) not in self._stand_ins:
+            described = self._alike.description(first, end)
+            self._stand_ins[first, end] = self._first_alike.setdefault(described, (first, end))
+        return self._stand_ins[first, end]
 
     def _menu(self, first: int, end: int, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
         key = first, end, plain_only

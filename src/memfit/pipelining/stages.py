@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final
+from typing import Final, TypeAlias
 
 from memfit.pipelining.alike_stretches import Stretch
 from memfit.pipelining.refinement import faster
@@ -19,7 +19,7 @@ from memfit.planner.cutting import cut as cut_parts
 from memfit.planner.schedules import rank_orders
 from memfit.planner.script_compiler import compile_stage
 from memfit.planner.solution import Solution
-from memfit.planner.stage_bytes import rank_peak
+from memfit.planner.stage_bytes import around_seconds, rank_peak
 from memfit.planner.timeline import Recomputations
 from memfit.step.part_calls import PartCalls
 from memfit.values.pipeline import Message, PipelinePlan
@@ -76,10 +76,11 @@ def find_stages(
         CaptureError: the forward cannot be looked at without values.
     """
     known: dict[tuple[int, int], StageCost] = {}
-    exact = replace(planner.parts, known=known)
+    around = around_seconds(planner.whole, schedule)
     least = min(device.bytes for device in line.devices)
     cuts: list[Cut] = []
     for tried in count(1):
+        exact = replace(planner.parts_now(), known=known, around_seconds=around)
         found = cut_parts(exact, line, planner.micro_batches, schedule, stages=ranks, per_device=per_rank)
         new = [stretch for stretch in _stretches(found) if stretch not in known] or _captured_now(planner, found)
         if not new:
@@ -152,8 +153,10 @@ def refined(planner: StagePlanner, found: StagesFound, line: Line) -> StagesFoun
     if not any(solution.recomputations for solution in before):
         return found
 
+    of_ranks: dict[tuple[int, ...], _RankPeaks] = {}
+
     def fits(tried: Sequence[Solution]) -> bool:
-        peaks = _peaks(planner, cut, [one.recomputations for one in tried])
+        peaks = _peaks(planner, cut, [one.recomputations for one in tried], of_ranks)
         return all(
             size <= line.devices[device].bytes
             for device, of_replicas in zip(cut.devices, peaks, strict=True)
@@ -175,8 +178,20 @@ def refined(planner: StagePlanner, found: StagesFound, line: Line) -> StagesFoun
     return _described(planner, made, line, exact, solutions, plain_seconds=found.plain_seconds)
 
 
-def _peaks(planner: StagePlanner, cut: Cut, dropped: Sequence[Recomputations]) -> list[list[tuple[int, str]]]:
-    """What each rank holds, in each of the pipelines, and in which phase, where its stages run this again."""
+# Of a rank in each of the pipelines, bytes and phase; and what its stages run again there: while it is kept, nothing else has its identity.
+_RankPeaks: TypeAlias = tuple[list[tuple[int, str]], list[Recomputations]]
+
+
+def _peaks(
+    planner: StagePlanner, cut: Cut, dropped: Sequence[Recomputations], known: dict[tuple[int, ...], _RankPeaks]
+) -> list[list[tuple[int, str]]]:
+    """What each rank holds, in each of the pipelines, and in which phase, where its stages run this again.
+
+    Args:
+        planner, cut: of the stages.
+        dropped: what each runs again.
+        known: of ranks, with which they are looked up here: a search changes one stage after the other.
+    """
     ranks = len(cut.devices)
     orders = rank_orders(cut.schedule, ranks, cut.micro_batches, len(cut.stages) // ranks)
     stretches = _stretches(cut)
@@ -193,7 +208,14 @@ def _peaks(planner: StagePlanner, cut: Cut, dropped: Sequence[Recomputations]) -
             peaks.append(rank_peak(orders[rank], cut.schedule, levels, shared))
         return peaks
 
-    return [of_rank(rank) for rank in range(ranks)]
+    def of_rank_once(rank: int) -> list[tuple[int, str]]:
+        mine = list(dropped[rank::ranks])
+        key = rank, *map(id, mine)
+        if key not in known:
+            known[key] = of_rank(rank), mine
+        return known[key][0]
+
+    return [of_rank_once(rank) for rank in range(ranks)]
 
 
 def _described(
@@ -220,8 +242,9 @@ def _described(
     for solver, solution in zip(solvers, solutions, strict=True):
         scripts.append(compile_stage(solver.recipes, solution.recomputations))
     stretches = _stretches(found)
-    of_ranks = _peaks(planner, found, [solution.recomputations for solution in solutions])
-    plain = [max(size for size, _ in of_rank) for of_rank in _peaks(planner, found, [{} for _ in stretches])]
+    nothing: Recomputations = {}
+    of_ranks = _peaks(planner, found, [solution.recomputations for solution in solutions], {})
+    plain = [max(size for size, _ in of_rank) for of_rank in _peaks(planner, found, [nothing for _ in stretches], {})]
     calls, model = planner.calls, planner.source.model
     parameters = [calls.parameters(model, *stretch) for stretch in stretches]
     pipeline = PipelinePlan(

@@ -120,10 +120,12 @@ def chain(trace: Trace, calls: Sequence[ModuleCall], boundaries: Sequence[Bounda
     """
     ends = part_ends(trace, calls)
     part_of = [bisect_right(ends[:-1], op) for op in range(trace.forward_operations)]
-    forward, backward = [0.0] * len(calls), [0.0] * len(calls)
+    forward, backward, again = ([0.0] * len(calls) for _ in range(3))
     kept, used = [0] * len(calls), [set[int]() for _ in calls]
     for op, part in enumerate(part_of):
-        forward[part] += trace.operations[op].seconds
+        operation = trace.operations[op]
+        forward[part] += operation.seconds + trace.beside_seconds(operation)
+        again[part] += operation.seconds
     for part, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         used[part] = _parameters_read(trace, first, end)
     saved = {save.storage for save in trace.saves if save.unpacks}
@@ -146,13 +148,13 @@ def chain(trace: Trace, calls: Sequence[ModuleCall], boundaries: Sequence[Bounda
             if event < trace.forward_events:
                 here = part_of[code]
             elif operation.phase is Phase.BACKWARD:
-                backward[here] += operation.seconds
+                backward[here] += operation.seconds + trace.beside_seconds(operation)
                 grads += sum(
                     trace.storages[s].bytes for s in operation.makes if trace.storages[s].category is Category.GRADIENT
                 )
         above = int(levels[event]) - before - grads - sum(kept[: here + 1])
         working[here] = max(working[here], above)
-    return _with_state(trace, calls, boundaries, used, forward, backward, kept, working)
+    return _with_state(trace, calls, boundaries, used, (forward, backward, again), kept, working)
 
 
 def _with_state(
@@ -160,11 +162,11 @@ def _with_state(
     calls: Sequence[ModuleCall],
     boundaries: Sequence[Boundary],
     used: Sequence[set[int]],
-    forward: Sequence[float],
-    backward: Sequence[float],
+    seconds: tuple[Sequence[float], Sequence[float], Sequence[float]],
     kept: Sequence[int],
     working: Sequence[int],
 ) -> Parts:
+    forward, backward, again = seconds
     parameters = trace.bytes_of(Category.PARAMETER) or 1
     # Gradients are as large as their parameters, and the optimizer's state is in proportion.
     share = 1 + (trace.bytes_of(Category.GRADIENT) + trace.bytes_of(Category.OPTIMIZER_STATE)) / parameters
@@ -190,6 +192,7 @@ def _with_state(
             boundaries[i].bytes if i < len(boundaries) else 0,
             update * state[i] / (share * parameters),
             boundaries[i].refused if i < len(boundaries) else "",
+            again[i],
         )
         for i, call in enumerate(calls)
     )

@@ -6,7 +6,7 @@ What differs from that is said here: gradients are made in the first backward; t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.values.stages import Recompute, Schedule
-from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
+from memfit.values.trace import Phase, Trace
 
 NUMBER_BYTES: Final = 4  # of a loss
 # What the host takes longer around the forward of a stage, or its backward, where a rank has several stages, in multiples of what lies between two
@@ -87,11 +87,12 @@ def stage_levels(
     totals = np.asarray(expanded.totals)
     slot_of_event = np.asarray(expanded.slot_of_event)
     forward_end, pass_end = int(slot_of_event[trace.forward_events - 1]), int(slot_of_event[trace.pass_events - 1])
-    gradients = sum(trace.storages[s].bytes for s in gradients_of(trace))
+    known = timeline.gradients
+    gradients = known.bytes
     base = trace.bytes_before_step - gradients
     gradients -= sum(trace.storages[s].bytes for s in made_elsewhere)
     above = totals - trace.bytes_before_step
-    missing = _gradients_to_come(trace, slot_of_event, len(totals), made_elsewhere)
+    missing = _gradients_to_come(timeline, slot_of_event, len(totals), made_elsewhere)
     made = _gradients_made(timeline, slot_of_event, len(totals))
     backward = slice(forward_end + 1, pass_end + 1)
     # What backward begins with in the trace of a stage that is not the last: a number in place of a loss, and its gradient.
@@ -101,7 +102,7 @@ def stage_levels(
     return StageLevels(
         base + buffers_bytes,
         gradients + int(made[pass_end]),
-        _kept(timeline, recomputations, forward_end) - begins,
+        _kept(timeline, expanded, recomputations, forward_end) - begins,
         int(forward.max(initial=0)),
         int((above - missing)[backward].max(initial=0)) + gradients - 2 * begins,
         int((above - made)[backward].max(initial=0)) - 2 * begins,
@@ -112,51 +113,43 @@ def stage_levels(
     )
 
 
-def gradients_of(trace: Trace) -> list[int]:
-    """The gradients that a pass of the trace adds to, by storage: of each parameter that is trained, in the model's order."""
-    return [i for i, s in enumerate(trace.storages) if s.birth == BEFORE_STEP and s.category is Category.GRADIENT]
-
-
-def _gradients_to_come(trace: Trace, slot_of_event: Any, slots: int, made_elsewhere: frozenset[int]) -> Any:
+def _gradients_to_come(timeline: Timeline, slot_of_event: Any, slots: int, made_elsewhere: frozenset[int]) -> Any:
     """At each slot, bytes of the gradients that a first backward has not made by then: they are added to later than that."""
-    missing = np.zeros(slots, dtype=np.int64)
-    gradients = set(gradients_of(trace)) - made_elsewhere
-    for event, code in enumerate(trace.events[: trace.pass_events]):
-        if code >= 0 and trace.operations[code].phase is Phase.BACKWARD:
-            for s in gradients.intersection(trace.operations[code].writes):
-                missing[: int(slot_of_event[event]) + 1] += trace.storages[s].bytes
-                gradients.discard(s)
-    return missing
+    sizes = timeline.trace.storages
+    added = [(event, sizes[s].bytes) for s, event in timeline.gradients.added if s not in made_elsewhere]
+    return _until(slot_of_event, added, slots)
+
+
+def _until(slot_of_event: Any, changes: Iterable[tuple[int, int]], slots: int) -> Any:
+    """At each slot, the bytes of all whose event (the first of a pair) comes then or later."""
+    ends = np.zeros(slots + 1, dtype=np.int64)
+    for event, size in changes:
+        ends[int(slot_of_event[event])] += size
+    return ends[::-1].cumsum()[::-1][:slots]
 
 
 def _gradients_made(timeline: Timeline, slot_of_event: Any, slots: int) -> Any:
     """At each slot, bytes of gradients that the pass has made: of the only micro-batch, before which there are none."""
     made = np.zeros(slots, dtype=np.int64)
-    for s, storage in enumerate(timeline.trace.storages):
-        if storage.category is Category.GRADIENT and storage.birth != BEFORE_STEP:
-            made[int(slot_of_event[storage.birth]) : int(slot_of_event[timeline.last_end[s]]) + 1] += storage.bytes
+    for s in timeline.gradients.made:
+        storage = timeline.trace.storages[s]
+        made[int(slot_of_event[storage.birth]) : int(slot_of_event[timeline.last_end[s]]) + 1] += storage.bytes
     return made
 
 
-def _kept(timeline: Timeline, recomputations: Recomputations, slot: int) -> int:
+def _kept(timeline: Timeline, expanded: Any, recomputations: Recomputations, slot: int) -> int:
     """Bytes that forward made and that are there between its last operation and the first of backward."""
-    trace = timeline.trace
-    expanded = timeline.expand(recomputations)
+    trace, sizes = timeline.trace, timeline.storage_bytes
     storages, births, ends = (np.asarray(column) for column in (expanded.storages, expanded.births, expanded.ends))
-    sizes = np.array([s.bytes for s in trace.storages], dtype=np.int64)
     there = (births < slot) & (ends > slot)
-    touched = set(storages.tolist())
-    untouched = sum(
-        s.bytes
-        for i, s in enumerate(trace.storages)
-        if i not in touched and 0 <= s.birth < trace.forward_events <= timeline.plain_end[i]
-    )
+    untouched = timeline.kept_by_forward.copy()
+    untouched[storages] = False
     random = sum(
         trace.rng_state_bytes
         for recipe in {recipe for runs in recomputations.values() for recipe in runs}
         for _ in timeline.random_events.get(recipe, ())
     )
-    return int(sizes[storages[there]].sum()) + untouched + random
+    return int(sizes[storages[there]].sum()) + int(sizes[untouched].sum()) + random
 
 
 def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
@@ -259,8 +252,24 @@ def seconds_of(trace: Trace, schedule: Schedule) -> tuple[float, float, float]:
     for code in trace.events:
         if code >= 0:
             sums[trace.operations[code].phase] += trace.operations[code].seconds
-    around = INTERLEAVED * trace.python_seconds if schedule is Schedule.INTERLEAVED else 0.0
+    around = around_seconds(trace, schedule)
     forward, backward = (
         sums[phase] + trace.between_seconds_of(phase) + around for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
     return forward, backward, sums[Phase.CLIP] + sums[Phase.OPTIMIZER]
+
+
+def around_seconds(trace: Trace, schedule: Schedule) -> float:
+    """What the host takes longer around each forward and backward of a stage in this schedule."""
+    return INTERLEAVED * trace.python_seconds if schedule is Schedule.INTERLEAVED else 0.0
+
+
+def adding_rate(timeline: Timeline) -> float | None:
+    """Seconds for each byte of a gradient that a pass adds to, of the largest, for which it is least; None where it makes all of them."""
+    trace, there = timeline.trace, set(timeline.gradients.before)
+    rates = []
+    for operation in trace.operations:
+        if operation.phase is Phase.BACKWARD and (added := there.intersection(operation.writes)):
+            size = sum(trace.storages[s].bytes for s in added)
+            rates.append((operation.seconds + trace.beside_seconds(operation)) / max(1, size))
+    return min(rates, default=None)

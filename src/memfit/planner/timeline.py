@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from memfit.planner.copying import CopyClock, Copying
 from memfit.planner.earlier_micro_batches import held_more
 from memfit.planner.following import Following
 from memfit.planner.recipes import Recipe, Recipes
-from memfit.values.trace import BEFORE_STEP, Category, Trace
+from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
 Recomputations = Mapping[int, Sequence[int]]  # unpack event -> recipe indices, in the order in which they run
 
@@ -117,6 +118,37 @@ class Intervals:
         return np.cumsum(changes)[:count].astype(np.int64) + (self.fixed if fixed is None else fixed)
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Of one trace.
+
+    Attributes:
+        before: those that a pass adds to, by storage: of each parameter that is trained, in the model's order.
+        bytes: of these.
+        added: of these, each with the event of backward that is the first to add to it.
+        made: those that the pass makes.
+    """
+
+    before: tuple[int, ...]
+    bytes: int
+    added: tuple[tuple[int, int], ...]
+    made: tuple[int, ...]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Gradients:
+        """Those of a trace."""
+        every = [s for s, storage in enumerate(trace.storages) if storage.category is Category.GRADIENT]
+        before = tuple(s for s in every if trace.storages[s].birth == BEFORE_STEP)
+        added: dict[int, int] = {}
+        there = set(before)
+        for event, code in enumerate(trace.events[: trace.pass_events]):
+            if code >= 0 and trace.operations[code].phase is Phase.BACKWARD:
+                for s in there.intersection(trace.operations[code].writes):
+                    added.setdefault(s, event)
+        made = tuple(s for s in every if s not in there)
+        return cls(before, sum(trace.storages[s].bytes for s in before), tuple(added.items()), made)
+
+
 class Timeline:
     """Replays one trace under any number of plans."""
 
@@ -195,6 +227,24 @@ class Timeline:
         self._random_rows = RaggedRows([self.random_events.get(index, []) for index in range(len(table))])
         self._copy_clock = CopyClock(self.recipes, self.unpack_uses, self.saves_at, self.run_seconds)
         self.following = Following(self.recipes)
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """Those of the trace."""
+        return Gradients.of(self.trace)
+
+    @property
+    def storage_bytes(self) -> Any:
+        """Of every storage, in a column."""
+        return self._bytes
+
+    @cached_property
+    def kept_by_forward(self) -> Any:
+        """Which storages forward makes and something keeps until backward, where nothing is dropped."""
+        end = self.trace.forward_events
+        return np.array(
+            [0 <= s.birth < end <= self.plain_end[i] for i, s in enumerate(self.trace.storages)], dtype=bool
+        )
 
     def _add_engine_seconds(self, number: int, recipe: Recipe) -> None:
         """What the engine takes beside the operations of a recipe: for each run, once in a pass, and when autograd asks."""

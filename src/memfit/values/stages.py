@@ -77,6 +77,7 @@ class Part:
         boundary_bytes: of what goes on to the next part's device for one micro-batch, whatever was made earlier and is read later included; in backward as
             much comes back.
         cut_after: why no stage may end here; empty where one may.
+        again_seconds: of its operations in forward, as they are run again in backward; `forward_seconds` if None.
     """
 
     name: str
@@ -88,6 +89,12 @@ class Part:
     boundary_bytes: int = 0
     update_seconds: float = 0.0
     cut_after: str = ""
+    again_seconds: float | None = None
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Of running it again."""
+        return self.forward_seconds if self.again_seconds is None else self.again_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,7 @@ class Parts:
         menus: for some stretches (first, end), the ways to hold their activations as one stage.
         known: for those that were captured as stages, what they take.
         recompute: elsewhere each part may also be run again in backward, from what it is given; otherwise everything is kept.
+        around_seconds: of the forward of every stage that was not captured, and of its backward, whatever its parts.
     """
 
     parts: tuple[Part, ...]
@@ -124,6 +132,7 @@ class Parts:
     menus: Mapping[tuple[int, int], tuple[Recompute, ...]] | None = None
     known: Mapping[tuple[int, int], StageCost] | None = None
     recompute: bool = False
+    around_seconds: float = 0.0
 
     def stage(self, first: int, end: int) -> StageCost:
         """The cost of parts [first, end) as one stage."""
@@ -136,11 +145,11 @@ class Parts:
             menu = (Recompute(kept, kept + max(part.working_bytes for part in inside)),)
             given = sum(part.boundary_bytes for part in self.parts[max(0, first - 1) : end - 1])
             if self.recompute and given < kept:
-                again = sum(part.forward_seconds for part in inside)
+                again = sum(part.recompute_seconds for part in inside)
                 menu += (Recompute(given, given + max(p.kept_bytes + p.working_bytes for p in inside), again),)
         return StageCost(
-            sum(part.forward_seconds for part in inside),
-            sum(part.backward_seconds for part in inside),
+            sum(part.forward_seconds for part in inside) + self.around_seconds,
+            sum(part.backward_seconds for part in inside) + self.around_seconds,
             self.fixed_bytes
             + sum(part.state_bytes for part in inside)
             + sum(tied.bytes for tied in self.shared if any(first <= p < end for p in tied.parts)),

@@ -276,8 +276,11 @@ class Trace:
         return self._between(operation for operation in self._of_a_pass if operation.phase is phase)
 
     def _between(self, operations: Iterable[Operation]) -> float:
-        added = BETWEEN * self.dispatch_seconds
-        return sum(self.python_seconds + added * (operation.host_factor - 1.0) for operation in operations)
+        return sum(map(self.beside_seconds, operations))
+
+    def beside_seconds(self, operation: Operation) -> float:
+        """Of `between_seconds`, what lies between one operation and the next."""
+        return self.python_seconds + BETWEEN * self.dispatch_seconds * (operation.host_factor - 1.0)
 
     @cached_property
     def pass_seconds(self) -> float:

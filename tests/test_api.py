@@ -351,7 +351,7 @@ def test_a_disk_below_a_host_is_opened_beside_it_and_below_a_cpu_stands_for_both
     assert script.lower_bytes.keys() == {"host", "disk"}
     ends = []
     for made in (plan, replace(plan, script=script)):
-        engine = memfit.apply(made, chain(2), squared_error, adamw)
+        engine = memfit.apply(replace(made, device_kind="cpu"), chain(2), squared_error, adamw)
         assert engine.step(sample).divergences == ()
         ends.append(state_of(engine.model, engine.optimizer))
     assert same(*ends)

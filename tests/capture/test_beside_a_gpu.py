@@ -160,10 +160,12 @@ def test_a_call_is_described_by_the_size_of_a_storage_not_by_its_bytes() -> None
 
 def test_what_a_step_reads_besides_its_model_is_told_by_a_real_capture_alone() -> None:
     """The device has it already, so it is none of the device's other bytes; fake tensors do not tell that."""
-    there = [torch.ones(8)]  # one that the loss closes over by itself is looked for, and counted, in every capture
+    there = [
+        [torch.ones(8)]
+    ]  # one that the loss closes over, or in a list, is looked for, and counted, in every capture
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = (model(x) * there[0]).mean()
+        out: Tensor = (model(x) * there[0][0]).mean()
         return out
 
     source = StepSource(nn.Linear(8, 8), torch.ones(4, 8), loss, small.adamw)

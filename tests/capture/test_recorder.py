@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from typing import Any
 
@@ -277,16 +278,16 @@ def test_a_generator_state_counts_from_when_it_is_taken() -> None:
 
 
 def test_a_generator_state_of_another_thread_is_not_of_the_step() -> None:
-    taken: list[Tensor] = []
+    taken: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # a list would be put back after the capture
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        other = threading.Thread(target=lambda: taken.append(torch.get_rng_state()))
+        other = threading.Thread(target=lambda: taken.put(torch.get_rng_state()))
         other.start()
         other.join()
         return model(x).sum()  # type: ignore[no-any-return]
 
     trace = capture(StepSource(tiny(), torch.randn(BATCH, WIDTH), loss_of)).trace
-    assert taken[-1].numel() not in {s.bytes for s in trace.storages}
+    assert taken.get().numel() not in {s.bytes for s in trace.storages}
 
 
 class Keeps(nn.Module):

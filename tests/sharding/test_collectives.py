@@ -31,21 +31,24 @@ from sharding import steps
 from sharding.ranks import on_ranks
 
 NUMBERS = 1 << 12
+# The names of torch 2.13; 2.11 has others alone, which warn in 2.13.
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def measured(rank: int) -> dict[str, int]:
     """Bytes above the arguments at the peak of each, the least of five."""
     ranks = dist.get_world_size()
     part, whole = torch.zeros(NUMBERS), torch.zeros(NUMBERS * ranks)
-    mean = partial(dist.reduce_scatter_tensor, op=dist.ReduceOp.AVG)  # as `fully_shard` calls it
+    mean = partial(REDUCE_SCATTER, op=dist.ReduceOp.AVG)  # as `fully_shard` calls it
     halves, doubles = (part.bfloat16(), whole.bfloat16()), (part.double(), whole.double())
     calls: dict[str, Any] = {
         "all_reduce": lambda: dist.all_reduce(part),
         "broadcast": lambda: dist.broadcast(part, 0),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "all_gather": lambda: ALL_GATHER(whole, part),
         "reduce_scatter": lambda: mean(part, whole),
         "reduce_scatter, bf16": lambda: mean(*halves),
-        "reduce_scatter, fp64": lambda: dist.reduce_scatter_tensor(*doubles),
+        "reduce_scatter, fp64": lambda: REDUCE_SCATTER(*doubles),
     }
     found: dict[str, int] = {}
     for name, call in calls.items():
@@ -81,7 +84,7 @@ def gathered_and_let_go(rank: int) -> list[int]:
         with metered() as reading:
             for size in range(times):
                 part = torch.zeros(NUMBERS - size)  # other sizes, so that no address comes back by itself
-                work = dist.all_gather_into_tensor(torch.empty(part.numel() * ranks), part, async_op=True)
+                work = ALL_GATHER(torch.empty(part.numel() * ranks), part, async_op=True)
                 assert work is not None
                 work.wait()
                 del part, work

@@ -143,7 +143,13 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
     ],
 )  # fmt: skip
 def test_a_guess_that_cannot_be_meant_is_told_what_to_write(arguments: dict[str, Any], sentence: str) -> None:
-    given = {
+    with pytest.raises((InputError, BudgetError), match=sentence):
+        memfit.plan(**given_with(arguments))
+
+
+def given_with(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that make a plan, but for these."""
+    return {
         "model": classifier(),
         "sample": batch(),
         "loss_fn": loss_fn,
@@ -151,8 +157,6 @@ def test_a_guess_that_cannot_be_meant_is_told_what_to_write(arguments: dict[str,
         "optimizer": adamw,
         **arguments,
     }
-    with pytest.raises((InputError, BudgetError), match=sentence):
-        memfit.plan(**given)
 
 
 class Distance(nn.Module):
@@ -205,16 +209,8 @@ def test_the_form_of_a_loss_is_told_as_its_batch_is_taken_apart(sample: Any, wri
     ],
 )
 def test_first_guesses_lead_to_what_works(function: Any, named: dict[str, Any], sentence: str) -> None:
-    given = {
-        "model": classifier(),
-        "sample": batch(),
-        "loss_fn": loss_fn,
-        "budget": "1GiB",
-        "optimizer": adamw,
-        **named,
-    }
     with pytest.raises(InputError, match=sentence):
-        function(**given)
+        function(**given_with(named))
 
 
 def test_a_trainer_alone_is_told_what_to_call() -> None:

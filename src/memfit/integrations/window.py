@@ -61,6 +61,15 @@ class OtherBatches:
 def batches_of(loader: Any, count: int) -> tuple[Batch, OtherBatches]:
     """A batch of so many samples of a loader's dataset that is as large as any, collated as the loader does; and others that may come.
 
+    Raises:
+        InputError: the data is a stream.
+    """
+    return largest_in(loader)(count)
+
+
+def largest_in(loader: Any) -> Callable[[int], tuple[Batch, OtherBatches]]:
+    """Look through a loader's dataset, once for batches of any number of samples: what gives those of `batches_of`.
+
     In the largest are the samples that are longest somewhere, then the largest.
 
     Raises:
@@ -82,21 +91,24 @@ def batches_of(loader: Any, count: int) -> tuple[Batch, OtherBatches]:
                     longest[name, dimension] = length, index
     leading = dict.fromkeys(index for _, index in longest.values())
     rest = sorted(set(range(len(data))) - set(leading), key=lambda index: -sizes[index])
-    chosen = [*leading, *rest][:count]
 
     def collated(indices: Sequence[int]) -> Batch:
         return loader.collate_fn([data[index] for index in indices])
 
-    largest = collated(chosen)
-    if min(sizes) == max(sizes):
-        return largest, OtherBatches(None, None, {})
-    others = (
-        collated([max(chosen, key=sizes.__getitem__)] * len(chosen)),
-        collated([*chosen[:-1], sizes.index(min(sizes))]),
-    )
-    signature = batches.signature(largest)
-    alike, padded = (other if batches.signature(other) == signature else None for other in others)
-    return largest, OtherBatches(alike, padded, Counter(sizes))
+    def of(count: int) -> tuple[Batch, OtherBatches]:
+        chosen = [*leading, *rest][:count]
+        largest = collated(chosen)
+        if min(sizes) == max(sizes):
+            return largest, OtherBatches(None, None, {})
+        others = (
+            collated([max(chosen, key=sizes.__getitem__)] * len(chosen)),
+            collated([*chosen[:-1], sizes.index(min(sizes))]),
+        )
+        signature = batches.signature(largest)
+        alike, padded = (other if batches.signature(other) == signature else None for other in others)
+        return largest, OtherBatches(alike, padded, Counter(sizes))
+
+    return of
 
 
 def off_device(batch: Batch) -> Batch:

@@ -156,10 +156,10 @@ def values_of(function: Callable[..., Any] | None) -> list[Any]:
     found = _directly(function)
     code = getattr(getattr(function, "__func__", getattr(function, "func", function)), "__code__", None)
     names = ("__call__",) if code is None else code.co_names
-    return [*found, *(inner for value in found for inner in _held_by(value, names))]
+    return [*found, *(inner for value in found for inner in _named_in(value, names))]
 
 
-def _held_by(value: Any, names: Iterable[str]) -> list[Any]:
+def _named_in(value: Any, names: Iterable[str]) -> list[Any]:
     """What code that names these attributes may find in an object, and what is in a container. Its other attributes may be anything (all of the data)."""
     if type(value) in (list, tuple, dict):
         return list(items_of(value)) if length(value) <= LARGEST_CONTAINER else []
@@ -177,7 +177,7 @@ def _held_by(value: Any, names: Iterable[str]) -> list[Any]:
         seen.add(name)
         method = getattr(type(value), name, None)
         if name in own:
-            found += [own[name], *(_held_by(own[name], ()) if type(own[name]) in (list, tuple, dict) else ())]
+            found += [own[name], *(_named_in(own[name], ()) if type(own[name]) in (list, tuple, dict) else ())]
         elif isinstance(method, types.FunctionType):
             waiting += method.__code__.co_names
     return found

@@ -8,7 +8,7 @@ from typing import Any, Final
 from memfit import batches
 from memfit.batches import Batch
 from memfit.errors import InputError
-from memfit.integrations.window import OtherBatches, batches_of
+from memfit.integrations.window import OtherBatches, largest_in
 from memfit.step.process_generators import generators_kept
 
 # Entry of a sample: Trainer's count of what the losses are divided by.
@@ -31,12 +31,13 @@ def windows_of(trainer: Any) -> tuple[Batch, OtherBatches, str]:
     given, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     with generators_kept():
         loader = trainer.get_train_dataloader()
-        window, others = batches_of(loader, given * accumulated)
+        largest = largest_in(loader)
+        window, others = largest(given * accumulated)
         if _rows(window) == given * accumulated:
             return window, others, ""
         if len(loader.dataset) < given * accumulated:
             raise _of_another_size(window, args)
-        batch, others = batches_of(loader, given)
+        batch, others = largest(given)
     rows = _rows(batch)
 
     def for_each(one: Batch) -> Batch:

@@ -177,16 +177,23 @@ def test_of_a_loss_that_lies_in_a_large_storage_the_number_is_held(schedule: str
     assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
 
 
-def test_what_micro_batches_with_and_without_padding_hold_is_predicted() -> None:
-    """Stages run nothing again then, which is told."""
-    plan = planned(running.padded, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})
-    assert plan.pipeline is not None
-    assert all(script.plain for script in plan.pipeline.scripts)
-    assert SEVERAL_PATHS in plan.notes
-    ran = compared(2, running.padded, "sgd", [plan])
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_what_micro_batches_with_and_without_padding_hold_is_predicted(schedule: str) -> None:
+    """Also where stages run something again: in calls that run the same with padding and without."""
+    roomy = planned(running.padded, 2, f"{schedule}/2", "sgd", fixed={"micro_batches": 4})
+    least = memfit.smallest_budget(roomy)
+    half_way = memfit.replan(roomy, (least + roomy.prediction.peak_bytes) // 2)
+    plans = [roomy, half_way, memfit.replan(roomy, least)]
+    assert least < 0.9 * roomy.prediction.peak_bytes
+    ran = compared(2, running.padded, "sgd", plans)
+    for number, plan in enumerate(plans):
+        assert plan.pipeline is not None
+        assert any(script.plain for script in plan.pipeline.scripts) == (plan is roomy)
+        assert SEVERAL_PATHS in plan.notes
+        of_ranks = [of_rank[number] for of_rank in ran]
+        assert [one.peak_bytes for one in of_ranks] == [rank.peak_bytes for rank in plan.prediction.ranks]
     with pytest.raises(memfit.InfeasibleError, match="padded to one length longer than any text"):
-        memfit.replan(plan, int(0.6 * plan.prediction.peak_bytes))
+        memfit.replan(roomy, least - 1)
 
 
 def of_calls(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:

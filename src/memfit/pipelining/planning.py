@@ -37,8 +37,8 @@ from memfit.values.stages import Line, Schedule
 MOST_ROUNDS: Final = 8  # micro-batches for each stage: with as many the textbook's bubble is below an eighth
 ROUNDS: Final = 4  # of cutting anew where the ranks of a cut hold more than it has counted, or less
 SEVERAL_PATHS: Final = (
-    "values of the batch (whether there is padding, say) decide which operations run, so stages run nothing again; they can where every batch is padded to one "
-    "length longer than any text"
+    "values of the batch (whether there is padding, say) decide which operations run, so stages run again only what lies in calls of modules that run the same "
+    "on all of them; they run anything again where every batch is padded to one length longer than any text"
 )
 OWN_NUMBERS: Final = (
     "forward draws random numbers (dropout): each rank draws its own, also those with the same stage, so masks are not those of one device, and losses are "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
@@ -30,7 +30,9 @@ from memfit.parallel.pipeline import equal_micro_batches
 from memfit.parallel.stage_module import StageModule
 from memfit.pipelining.alike_stretches import AlikeStretches, Stretch
 from memfit.pipelining.batch_reads import with_real_reads
+from memfit.planner.draws import ForwardPath
 from memfit.planner.model_parts import Boundary, chain, part_calls, part_ends
+from memfit.planner.script_compiler import compile_stage, compile_stage_calls
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, adding_rate, menu, seconds_of, stage_levels
@@ -41,6 +43,7 @@ from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls, TensorMeta
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import BASELINE, Choices, regions
+from memfit.values.script import Script
 from memfit.values.stages import Cut, Parts, Recompute, Schedule, Shared, StageCost
 from memfit.values.trace import Trace
 
@@ -82,6 +85,24 @@ def chain_of(
     return calls, chain(trace, found, boundaries), part_ends(trace, found)
 
 
+@dataclass(frozen=True, eq=False)
+class _StagePath:
+    """A path that the forward of a stage takes.
+
+    Attributes:
+        timeline: of the stage's step on it.
+        receiving: parameters of the model that get gradients.
+    """
+
+    timeline: Timeline
+    receiving: frozenset[str]
+
+    @cached_property
+    def forward(self) -> ForwardPath:
+        """Among others."""
+        return ForwardPath(self.timeline)
+
+
 @dataclass(eq=False)
 class StagePlanner:
     """Captures and plans stages of one model, each stretch of parts once.
@@ -100,10 +121,10 @@ class StagePlanner:
         whole: its trace, with costs.
         calls: of its parts.
         parts: what they take by themselves.
-        kinds: batches like that of the pipeline, each of micro-batches on which forward runs other operations (there is padding, say). Where there are some,
-            stages run nothing again, and hold what the kind takes that takes most.
+        kinds: batches like that of the pipeline, each of micro-batches on which forward runs other operations (there is padding, say). A stage whose forward
+            does so runs again only what lies in calls of modules that run the same on all of them, and holds what the kind takes that takes most.
         unconfirmed: how the real forward differs from the one on fake tensors, by which stages are captured; "" where it does not. Where it does, stages run
-            nothing again, too.
+            nothing again.
 
     Raises:
         BatchError: the batch does not divide into so many micro-batches.
@@ -120,9 +141,7 @@ class StagePlanner:
     believed: Captured | None = None
 
     def __post_init__(self) -> None:
-        self._timelines: dict[tuple[int, int, tuple[int, ...], int], Timeline] = {}
-        # Parameters that get gradients, by stretch and kind of batch.
-        self._receiving: dict[tuple[int, int, int], frozenset[str]] = {}
+        self._paths: dict[tuple[int, int, tuple[int, ...]], tuple[_StagePath, ...]] = {}
         self._solvers: dict[Stretch, Solver] = {}
         self._shares: dict[tuple[Stretch, ...], list[dict[Stretch, tuple[str, ...]]]] = {}
         self._gradient_bytes: list[int] = []  # of each part
@@ -225,7 +244,7 @@ class StagePlanner:
     @property
     def keeps_everything(self) -> bool:
         """Stages run nothing again: what their forwards run is not known well enough to follow it."""
-        return bool(self.kinds or self.unconfirmed)
+        return bool(self.unconfirmed)
 
     def is_captured(self, first: int, end: int) -> bool:
         """Whether this stretch itself was, as a stage."""
@@ -234,7 +253,7 @@ class StagePlanner:
     def solver(self, first: int, end: int) -> Solver:
         """For the step of this stretch as one stage, on the rank with the most state."""
         if (first, end) not in self._solvers:
-            self._solvers[first, end] = Solver(self.timeline(first, end, self._most_of(first, end)))
+            self._solvers[first, end] = Solver(self._paths_of(first, end, self._most_of(first, end))[0].timeline)
         return self._solvers[first, end]
 
     def _most_of(self, first: int, end: int) -> tuple[str, ...]:
@@ -242,20 +261,38 @@ class StagePlanner:
         shares = [share[first, end] for share in self.shares([(first, end)])]
         return max(shares, key=lambda share: sum(self._sizes[name] for name in share))
 
-    def timeline(self, first: int, end: int, share: Sequence[str], kind: int = 0) -> Timeline:
-        """Of the step of this stretch as one stage.
+    def _paths_of(self, first: int, end: int, share: Sequence[str]) -> tuple[_StagePath, ...]:
+        """The step of this stretch as one stage, on each path that its forward takes, the longest first.
 
         Args:
             first, end: its parts.
-            share: parameters of which its rank has the optimizer's state; shares of the same sizes have one timeline.
-            kind: of batch: 0 for the pipeline's own, n for the n-th of `kinds`.
+            share: parameters of which its rank has the optimizer's state; shares of the same sizes have the same timelines.
         """
-        key = first, end, tuple(self._sizes[name] for name in share), kind
-        if key not in self._timelines:
-            batch = (self.batch, *self.kinds)[kind]
-            trace, self._receiving[first, end, kind] = self._trace(first, end, frozenset(share), batch)
-            self._timelines[key] = Timeline(trace)
-        return self._timelines[key]
+        key = first, end, tuple(self._sizes[name] for name in share)
+        if key not in self._paths:
+            found: list[tuple[Trace, frozenset[str]]] = []
+            for batch in (self.batch, *self.kinds):
+                trace, receiving = self._trace(first, end, frozenset(share), batch)
+                if all(path_taken(trace) != path_taken(known) for known, _ in found):
+                    found.append((trace, receiving))
+            if len(found) > 1:
+                found.sort(key=lambda one: -one[0].forward_operations)
+                # The first call is that of the module around the model, which no rank has.
+                inside = [replace(trace, calls=trace.calls[1:]) for trace, _ in found]
+                others = [tuple(other for other in inside if other is not trace) for trace in inside]
+                found = [
+                    (replace(trace, paths=paths), receiving)
+                    for trace, paths, (_, receiving) in zip(inside, others, found, strict=True)
+                ]
+            self._paths[key] = tuple(_StagePath(Timeline(trace), receiving) for trace, receiving in found)
+        return self._paths[key]
+
+    def script(self, first: int, end: int, recomputations: Recomputations) -> Script:
+        """What a rank follows in forwards of this stage."""
+        solver = self.solver(first, end)
+        if solver.trace.paths:
+            return compile_stage_calls(solver.draws, recomputations)
+        return compile_stage(solver.recipes, recomputations)
 
     def shares(self, stretches: Sequence[Stretch]) -> list[dict[Stretch, tuple[str, ...]]]:
         """Which parameters' state a rank with these stages has, by stage, in each of the pipelines: those of all its stages are dealt out together."""
@@ -308,32 +345,41 @@ class StagePlanner:
         """
         last = end == len(self.calls.calls)
         share = self._most_of(first, end) if share is None else share
-        assert not (self.keeps_everything and recomputations), "of several paths none is decided about"
-
-        def of_kind(kind: int) -> StageLevels:
-            timeline = self.timeline(first, end, share, kind)
-            return stage_levels(
-                timeline,
-                recomputations,
+        assert not (self.keeps_everything and recomputations), "what a stage runs is not known well enough"
+        paths = self._paths_of(first, end, share)
+        found = [
+            stage_levels(
+                path.timeline,
+                plan,
                 self.received_gradient_bytes(first),
                 0 if last else self.calls.crossing_bytes(end),
                 0
                 if last
                 else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
-                self.buffers_bytes(first, end) + self.own_part_bytes + timeline.trace.changed_buffer_bytes,
-                self._made_by(timeline, (first, end), later, kind),
+                self.buffers_bytes(first, end) + self.own_part_bytes + path.timeline.trace.changed_buffer_bytes,
+                self._made_by(path, (first, end), later),
             )
+            for path, plan in zip(paths, self._on_paths(paths, (first, end), recomputations), strict=True)
+        ]
+        return StageLevels(*map(max, *map(astuple, found))) if len(found) > 1 else found[0]
 
-        found = [of_kind(kind) for kind in range(1 + len(self.kinds))]
-        return StageLevels(*map(max, *map(astuple, found))) if self.kinds else found[0]
+    def _on_paths(
+        self, paths: Sequence[_StagePath], stretch: Stretch, recomputations: Recomputations
+    ) -> list[Recomputations]:
+        """What a plan for the first path of a stage comes to on each."""
+        if len(paths) == 1:
+            return [recomputations]
+        decisions = self.solver(*stretch).draws.decisions(recomputations)
+        assert decisions is not None, "plans that decide across calls are not taken"
+        return [recomputations, *(path.forward.recomputations(decisions) for path in paths[1:])]
 
-    def _made_by(self, timeline: Timeline, stretch: Stretch, later: Sequence[Stretch], kind: int) -> frozenset[int]:
+    def _made_by(self, path: _StagePath, stretch: Stretch, later: Sequence[Stretch]) -> frozenset[int]:
         """Gradients of a stage's trace that are there before it, by storage, whose parameters these stages have, too."""
         if not later or self.micro_batches == 1:
             return frozenset()
         others = frozenset[str]().union(*(self._used(*each) for each in later))
-        trained = [name for name in self._used(*stretch) if name in self._receiving[*stretch, kind]]
-        return frozenset(s for s, name in zip(timeline.gradients.before, trained, strict=True) if name in others)
+        trained = [name for name in self._used(*stretch) if name in path.receiving]
+        return frozenset(s for s, name in zip(path.timeline.gradients.before, trained, strict=True) if name in others)
 
     def _used(self, first: int, end: int) -> tuple[str, ...]:
         """Names of the parameters of a stretch, in the model's order; they are asked for again for each cut."""
@@ -396,7 +442,7 @@ class StagePlanner:
     def _menu(self, first: int, end: int, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
         key = first, end, plain_only
         if key not in self._menus:
-            self._menus[key] = menu(self.solver(first, end), plain_only=plain_only)
+            self._menus[key] = menu(self.solver(first, end), partial(self.levels, first, end), plain_only=plain_only)
         return self._menus[key]
 
     def _with_messages(self, way: Recompute, levels: StageLevels, schedule: Schedule) -> Recompute:

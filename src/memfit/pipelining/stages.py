@@ -17,7 +17,6 @@ from memfit.pipelining.stage_planner import StagePlanner
 from memfit.planner.cut_costs import cost_of
 from memfit.planner.cutting import cut as cut_parts
 from memfit.planner.schedules import rank_orders
-from memfit.planner.script_compiler import compile_stage
 from memfit.planner.solution import Solution
 from memfit.planner.stage_bytes import around_seconds, rank_peak
 from memfit.planner.timeline import Recomputations
@@ -156,6 +155,12 @@ def refined(planner: StagePlanner, found: StagesFound, line: Line) -> StagesFoun
     of_ranks: dict[tuple[int, ...], _RankPeaks] = {}
 
     def fits(tried: Sequence[Solution]) -> bool:
+        known_everywhere = (
+            planner.solver(stage.first, stage.end).draws.holds_on_all_paths(one.recomputations)
+            for stage, one in zip(cut.stages, tried, strict=True)
+        )
+        if not all(known_everywhere):
+            return False
         peaks = _peaks(planner, cut, [one.recomputations for one in tried], of_ranks)
         return all(
             size <= line.devices[device].bytes
@@ -238,10 +243,11 @@ def _described(
     if solutions is None:
         solutions = [planner.solution(stage.first, stage.end, stage.recompute) for stage in found.stages]
     solvers = [planner.solver(stage.first, stage.end) for stage in found.stages]
-    scripts = []
-    for solver, solution in zip(solvers, solutions, strict=True):
-        scripts.append(compile_stage(solver.recipes, solution.recomputations))
     stretches = _stretches(found)
+    scripts = [
+        planner.script(*stretch, solution.recomputations)
+        for stretch, solution in zip(stretches, solutions, strict=True)
+    ]
     nothing: Recomputations = {}
     of_ranks = _peaks(planner, found, [solution.recomputations for solution in solutions], {})
     plain = [max(size for size, _ in of_rank) for of_rank in _peaks(planner, found, [nothing for _ in stretches], {})]

@@ -73,6 +73,10 @@ class Draws:
             found.by_form = {**self.elsewhere, **found.by_form}
         return found
 
+    def holds_on_all_paths(self, recomputations: Recomputations) -> bool:
+        """Whether it is known what a plan does on every path: it decides within single calls, where forward takes several."""
+        return not self._first.trace.paths or self.decisions(recomputations) is not None
+
     def peaks(self, recomputations: Recomputations) -> list[int]:
         """Peak bytes of a plan under each draw that runs the same operations, the first draw's first."""
         return [timeline.peak(recomputations) for timeline in self._timelines]

@@ -273,6 +273,21 @@ def compile_stage(recipes: Recipes, recomputations: Recomputations) -> Script:
     return replace(script, repeated_calls=tuple(repeated), kept_stretches=_kept_stretches(script, calls))
 
 
+def compile_stage_calls(draws: Draws, recomputations: Recomputations) -> Script:
+    """The same where forward takes several paths: a script for each call of a module in which something runs again.
+
+    Args:
+        draws: all paths of the stage, whose traces have the calls of the model and of what is in it.
+        recomputations: the plan for the first of them.
+    """
+    script = compile_calls(draws, recomputations)
+    if script.plain:
+        return Script()
+    calls = tuple(replace(call, module=_in_the_model(call.module)) for call in script.calls)
+    most_calls = {_in_the_model(module): count for module, count in script.most_calls.items()}
+    return replace(script, calls=calls, most_calls=most_calls)
+
+
 def _in_the_model(path: str) -> str:
     """A path in a stage, which has the model as its one part, as a path in the model."""
     return path.removeprefix("model").removeprefix(".")

@@ -6,7 +6,7 @@ What differs from that is said here: gradients are made in the first backward; t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -152,7 +152,9 @@ def _kept(timeline: Timeline, expanded: Any, recomputations: Recomputations, slo
     return int(sizes[storages[there]].sum()) + int(sizes[untouched].sum()) + random
 
 
-def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
+def menu(
+    solver: Solver, levels_of: Callable[[Recomputations], StageLevels], *, plain_only: bool = False
+) -> list[tuple[Recompute, Solution]]:
     """Ways to hold a stage's activations, the fastest first: plans between everything kept and the smallest peak, and between all and little held in flight.
 
     A plan for a peak may hold as much after forward as in backward. Of several micro-batches in flight one is in its pass, and what the others hold between
@@ -160,6 +162,7 @@ def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, S
 
     Args:
         solver: of the stage.
+        levels_of: what the stage holds under a plan.
         plain_only: everything kept, and no other.
     """
     found: list[Solution | None] = [solver.plain]
@@ -169,9 +172,9 @@ def menu(solver: Solver, *, plain_only: bool = False) -> list[tuple[Recompute, S
         found += [*map(solver.solve, budgets), smallest, *_holding_little(solver)]
     ways: list[tuple[Recompute, Solution]] = []
     for solution in found:
-        if solution is None:
+        if solution is None or not solver.draws.holds_on_all_paths(solution.recomputations):
             continue
-        levels = stage_levels(solver.timeline, solution.recomputations)
+        levels = levels_of(solution.recomputations)
         way = Recompute(levels.kept_bytes, levels.pass_bytes, solution.seconds)
         ways.append((way, solution))
     ways.sort(key=lambda one: (one[0].extra_seconds, one[0].kept_bytes, one[0].pass_bytes))

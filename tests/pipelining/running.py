@@ -85,6 +85,32 @@ def padded() -> steps.Built:
     return Padded(), tokens(lengths), loss_of
 
 
+def padded_in_turns() -> steps.Built:
+    """The same with padding in every second micro-batch."""
+    model, (ids, filled), loss_fn = padded()
+    whole, mixed = torch.arange(8), torch.arange(8, SAMPLES)
+    turns = torch.cat([whole, mixed[:8], whole, mixed[8:16]])
+    return model, (ids[turns], filled[turns]), loss_fn
+
+
+class PaddedLate(Padded):
+    """It asks whether there is padding at its end: till then it runs one path."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def forward(self, tokens: Tensor, filled: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for mix, after in zip(self.mixing, self.after, strict=True):
+            x = x + after((mix(x) @ x.transpose(1, 2)).softmax(-1) @ x)
+        return x if filled.all() else x * filled[:, :, None]
+
+
+def padded_late() -> steps.Built:
+    _, sample, loss_fn = padded()
+    return PaddedLate(), sample, loss_fn
+
+
 def squared() -> steps.Built:
     return small.chain(2), small.rows(SAMPLES), small.squared_error
 

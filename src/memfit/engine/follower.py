@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -143,7 +143,6 @@ class Follower(dispatch.DispatchMode):
         self._all = compiled  # with its branches
         self._parting = compiled.parting[0]
         self._open: list[_OpenSave] = []
-        self._rest = ExitStack()  # what is left with forward
         if compiled.offloads and self.tape.storages.arenas is None:
             self._diverge(
                 "an earlier forward, whose backward has not run yet, still has offloaded activations on the lower tier"
@@ -155,9 +154,7 @@ class Follower(dispatch.DispatchMode):
         """Run forward and loss inside."""
         hooks = (self.pack, unpack)
         branches = self._all.branches
-        with torch.autograd.graph.saved_tensors_hooks(*hooks), self, self._rest:
-            if len(branches) == 1:
-                self._rest.enter_context(self._repeating())
+        with torch.autograd.graph.saved_tensors_hooks(*hooks), self, self._repeating():
             if self._model is None or self._everything or not any(branch.kept_stretches for branch in branches):
                 yield self
             else:
@@ -177,14 +174,17 @@ class Follower(dispatch.DispatchMode):
         self.finish()
 
     def _repeating(self) -> AbstractContextManager[None]:
-        """What drops the saves of the calls that are made again as a whole."""
-        scripts = self.compiled.script.repeated_calls
-        if not scripts or self._model is None:
+        """What drops the saves of the calls that are made again as a whole: of the path that forward takes, once that is known."""
+        branches = self._all.branches
+        modules = [path for each in branches for calls in each.script.repeated_calls for path, _ in calls.modules]
+        if not modules or self._model is None:
             return nullcontext()
         hooks = (kept_by_autograd, unpack)
         self._repeated = CallsToRepeat(
-            scripts, self._model, hooks, self._repeated_ended, self._diverge, retain=self._retain
+            modules, self._model, hooks, self._repeated_ended, self._diverge, retain=self._retain
         )
+        if len(branches) == 1:
+            self._repeated.repeat(self.compiled.script.repeated_calls)
         return self._repeated.during()
 
     def _repeated_ended(self, saved: int) -> None:
@@ -300,7 +300,8 @@ class Follower(dispatch.DispatchMode):
             if number != KEPT and not save.answered_for(storages.made.get(number)):
                 self._diverge(f"save {save.handle.save} is not the tensor of the plan")
         self._open.clear()
-        self._rest.enter_context(self._repeating())
+        if self._repeated is not None:
+            self._repeated.repeat(script.repeated_calls)
 
     def _diverge(self, why: str) -> None:
         self.divergence = why

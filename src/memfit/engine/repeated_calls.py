@@ -8,7 +8,7 @@ same both times is checked: how many tensors are saved, and the shape and dtype 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -274,7 +274,7 @@ class CallsToRepeat:
     """Puts the calls of one forward that are to be made again under hooks of their own.
 
     Args:
-        scripts: which calls.
+        modules: whose calls these may be, by path. What else takes over forwards of modules may do so inside, and ends before.
         model: whose modules.
         hooks: for what is not dropped.
         ended: told of each call that has ended, and how many tensors were saved in it.
@@ -287,7 +287,7 @@ class CallsToRepeat:
 
     def __init__(
         self,
-        scripts: Sequence[RepeatedCalls],
+        modules: Iterable[str],
         model: nn.Module,
         hooks: tuple[Keep, Callable[[Any], torch.Tensor]],
         ended: Callable[[int], None],
@@ -298,26 +298,31 @@ class CallsToRepeat:
         self._model = model
         self._keep, self._unpack = hooks
         self._ended, self._differs, self._retain = ended, differs, retain
-        self._places: dict[str, dict[int, tuple[RepeatedCalls, int]]] = {}
-        for script in scripts:
-            for position, (path, number) in enumerate(script.modules):
-                self._places.setdefault(path, {})[number] = script, position
+        self._modules = tuple(dict.fromkeys(modules))
+        self._places: dict[tuple[str, int], tuple[RepeatedCalls, int]] = {}
         self._present: MadeCalls | None = None
+        self._before: object = None  # what numpy and Python would draw next
         self._drawn = False
         self.recomputations = 0
+
+    def repeat(self, scripts: Sequence[RepeatedCalls]) -> None:
+        """Which calls: from here on, where it is known only in forward."""
+        for script in scripts:
+            for position, call in enumerate(script.modules):
+                self._places[call] = script, position
+        self._before = outside_torch()
 
     @contextmanager
     def during(self) -> Iterator[None]:
         """Forward runs inside."""
         instead: list[tuple[nn.Module, Any]] = []
-        before = outside_torch()
         try:
-            for path, places in self._places.items():
+            for path in self._modules:
                 module = self._model.get_submodule(path)
                 instead.append((module, vars(module).get("forward")))
-                vars(module)["forward"] = self._noting(module, module.forward, places)
+                vars(module)["forward"] = self._noting(module, module.forward, path)
             yield
-            if outside_torch() != before:
+            if self._places and outside_torch() != self._before:
                 self._drawn = True  # a second call would draw others
                 self._differs("random numbers of Python's or numpy's are drawn, none were when the plan was made")
         finally:
@@ -327,7 +332,7 @@ class CallsToRepeat:
                 else:
                     vars(module)["forward"] = own
 
-    def _noting(self, module: nn.Module, forward: Forward, places: dict[int, tuple[RepeatedCalls, int]]) -> Forward:
+    def _noting(self, module: nn.Module, forward: Forward, path: str) -> Forward:
         """The module's forward, with what is saved in the calls of the plan dropped."""
         number = 0
 
@@ -335,7 +340,7 @@ class CallsToRepeat:
             nonlocal number
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            place = places.get(number)
+            place = self._places.get((path, number))
             number += 1
             made = None if place is None else self._made(*place)
             if made is None:

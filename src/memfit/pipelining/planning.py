@@ -37,8 +37,12 @@ from memfit.values.stages import Line, Schedule
 MOST_ROUNDS: Final = 8  # micro-batches for each stage: with as many the textbook's bubble is below an eighth
 ROUNDS: Final = 4  # of cutting anew where the ranks of a cut hold more than it has counted, or less
 SEVERAL_PATHS: Final = (
-    "values of the batch (whether there is padding, say) decide which operations run, so stages run again only what lies in calls of modules that run the same "
-    "on all of them; they run anything again where every batch is padded to one length longer than any text"
+    "values of the batch (whether there is padding, say) decide which operations run: stages are planned for on all paths that the sample shows, and the "
+    "predicted peak is that of micro-batches that take most"
+)
+WITHIN_CALLS: Final = (
+    "values of the batch choose among paths of forward that part late in a stage, so it runs again only what lies in calls of modules that run the same on all "
+    "of them; it runs anything again where every batch is padded to one length longer than any text"
 )
 OWN_NUMBERS: Final = (
     "forward draws random numbers (dropout): each rank draws its own, also those with the same stage, so masks are not those of one device, and losses are "
@@ -258,7 +262,7 @@ class PipelinePlanning:
         try:
             found = self._within(line, lambda line: find_stages(planner, line, used, length, per_rank))
         except InfeasibleError as error:
-            why = _why_nothing_again(planner)
+            why = _why_little_again(planner)
             if not why:
                 raise
             raise InfeasibleError(f"{error}; {why}", **error.facts) from error
@@ -349,7 +353,9 @@ class PipelinePlanning:
             f"{length} equal stages and {number} micro-batches; messages between stages are counted as if they overlapped with computing on both sides"
         )
         own_numbers = (OWN_NUMBERS,) if pipeline.draws else ()
-        why = _why_nothing_again(self._planner(techniques, number))
+        planner = self._planner(techniques, number)
+        several = SEVERAL_PATHS if planner.kinds else ""
+        why = _why_little_again(planner)
         on_meta = (f"{self._unsure}: micro-batches are weighted by samples",) if _on_meta(source) else ()
         named = " and ".join(f"stage {stage}, {pipeline.named(stage)}" for stage in pipeline.stages_of(fullest))
         return Plan(
@@ -375,7 +381,7 @@ class PipelinePlanning:
             device=source.machine.name,
             torch_version=torch.__version__,
             clip_norm=self.request.clip_norm,
-            notes=(told, *own_numbers, *filter(None, (why,)), *on_meta),
+            notes=(told, *own_numbers, *filter(None, (several, why)), *on_meta),
             changed_buffers=found.changed_buffers,
             device_kind=source.machine.kind,
             pipeline=pipeline,
@@ -435,13 +441,11 @@ def _with_more(line: Line, more: Sequence[int]) -> Line:
     return replace(line, devices=tuple(replace(device, bytes=max(1, device.bytes + size)) for device, size in devices))
 
 
-def _why_nothing_again(planner: StagePlanner) -> str:
-    """What the user should know where stages run nothing again; empty where they may."""
-    if planner.kinds:
-        return SEVERAL_PATHS
-    if not planner.unconfirmed:
-        return ""
-    return f"{planner.unconfirmed}, and stages are captured on fake tensors alone: so they run nothing again, and may hold other bytes than predicted"
+def _why_little_again(planner: StagePlanner) -> str:
+    """What the user should know where stages run nothing again, or only some of what they could; empty where they may run anything."""
+    if planner.unconfirmed:
+        return f"{planner.unconfirmed}, and stages are captured on fake tensors alone: so they run nothing again, and may hold other bytes than predicted"
+    return WITHIN_CALLS if planner.plans_within_calls else ""
 
 
 def _techniques_of(choices: Choices) -> Choices:

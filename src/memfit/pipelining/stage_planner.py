@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -30,10 +30,8 @@ from memfit.parallel.pipeline import equal_micro_batches
 from memfit.parallel.stage_module import StageModule
 from memfit.pipelining.alike_stretches import AlikeStretches, Stretch
 from memfit.pipelining.batch_reads import with_real_reads
-from memfit.planner.draws import ForwardPath
+from memfit.pipelining.stage_paths import NOTHING, Menu, OnPaths, StagePaths, StagePlan, menu_of_paths, most, on_paths
 from memfit.planner.model_parts import Boundary, chain, part_calls, part_ends
-from memfit.planner.script_compiler import compile_stage, compile_stage_calls
-from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, adding_rate, menu, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
@@ -85,24 +83,6 @@ def chain_of(
     return calls, chain(trace, found, boundaries), part_ends(trace, found)
 
 
-@dataclass(frozen=True, eq=False)
-class _StagePath:
-    """A path that the forward of a stage takes.
-
-    Attributes:
-        timeline: of the stage's step on it.
-        receiving: parameters of the model that get gradients.
-    """
-
-    timeline: Timeline
-    receiving: frozenset[str]
-
-    @cached_property
-    def forward(self) -> ForwardPath:
-        """Among others."""
-        return ForwardPath(self.timeline)
-
-
 @dataclass(eq=False)
 class StagePlanner:
     """Captures and plans stages of one model, each stretch of parts once.
@@ -121,8 +101,7 @@ class StagePlanner:
         whole: its trace, with costs.
         calls: of its parts.
         parts: what they take by themselves.
-        kinds: batches like that of the pipeline, each of micro-batches on which forward runs other operations (there is padding, say). A stage whose forward
-            does so runs again only what lies in calls of modules that run the same on all of them, and holds what the kind takes that takes most.
+        kinds: batches like that of the pipeline, each of micro-batches on which forward runs other operations (there is padding, say).
         unconfirmed: how the real forward differs from the one on fake tensors, by which stages are captured; "" where it does not. Where it does, stages run
             nothing again.
 
@@ -141,13 +120,13 @@ class StagePlanner:
     believed: Captured | None = None
 
     def __post_init__(self) -> None:
-        self._paths: dict[tuple[int, int, tuple[int, ...]], tuple[_StagePath, ...]] = {}
-        self._solvers: dict[Stretch, Solver] = {}
+        self._paths: dict[tuple[int, int, tuple[int, ...]], StagePaths] = {}
+        self._solvers: dict[Stretch, tuple[Solver, ...]] = {}
         self._shares: dict[tuple[Stretch, ...], list[dict[Stretch, tuple[str, ...]]]] = {}
         self._gradient_bytes: list[int] = []  # of each part
         self._names: dict[Stretch, tuple[str, ...]] = {}
         self._sizes = {name: p.numel() for name, p in self.source.model.named_parameters()}
-        self._menus: dict[tuple[int, int, bool], list[tuple[Recompute, Solution]]] = {}
+        self._menus: dict[tuple[int, int, bool], Menu] = {}
         # The part that is handed in is there beside what the ranks have brought together, of which each has what its stages read.
         self._divided_bytes = _divided_bytes(self.batch)
         self.own_part_bytes = sum(_divided_bytes(self.source.sample).values())
@@ -215,7 +194,7 @@ class StagePlanner:
 
     def parts_now(self) -> Parts:
         """The parts, with what adding to gradients takes by the stages captured so far: the undivided step, of one micro-batch, makes them anew."""
-        rates = [rate for solver in self._solvers.values() if (rate := adding_rate(solver.timeline)) is not None]
+        rates = [rate for solver, *_ in self._solvers.values() if (rate := adding_rate(solver.timeline)) is not None]
         if not rates:
             return self.parts
         if not self._gradient_bytes:
@@ -251,18 +230,28 @@ class StagePlanner:
         return (first, end) in self._solvers
 
     def solver(self, first: int, end: int) -> Solver:
-        """For the step of this stretch as one stage, on the rank with the most state."""
+        """For the step of this stretch as one stage, on the rank with the most state, and on the longest path."""
+        return self.solvers(first, end)[0]
+
+    def solvers(self, first: int, end: int) -> tuple[Solver, ...]:
+        """The same on each path that has a plan of its own."""
         if (first, end) not in self._solvers:
-            self._solvers[first, end] = Solver(self._paths_of(first, end, self._most_of(first, end))[0].timeline)
+            paths = self._paths_of(first, end, self._most_of(first, end))
+            self._solvers[first, end] = tuple(map(Solver, paths.planned))
         return self._solvers[first, end]
+
+    @property
+    def plans_within_calls(self) -> bool:
+        """Whether there is a stage in which one plan is for several paths."""
+        return any(solver.trace.paths for solver, *_ in self._solvers.values())
 
     def _most_of(self, first: int, end: int) -> tuple[str, ...]:
         """Parameters of which the rank with the most optimizer's state has it, where this stretch is its stage."""
         shares = [share[first, end] for share in self.shares([(first, end)])]
         return max(shares, key=lambda share: sum(self._sizes[name] for name in share))
 
-    def _paths_of(self, first: int, end: int, share: Sequence[str]) -> tuple[_StagePath, ...]:
-        """The step of this stretch as one stage, on each path that its forward takes, the longest first.
+    def _paths_of(self, first: int, end: int, share: Sequence[str]) -> StagePaths:
+        """The step of this stretch as one stage.
 
         Args:
             first, end: its parts.
@@ -270,29 +259,14 @@ class StagePlanner:
         """
         key = first, end, tuple(self._sizes[name] for name in share)
         if key not in self._paths:
-            found: list[tuple[Trace, frozenset[str]]] = []
-            for batch in (self.batch, *self.kinds):
-                trace, receiving = self._trace(first, end, frozenset(share), batch)
-                if all(path_taken(trace) != path_taken(known) for known, _ in found):
-                    found.append((trace, receiving))
-            if len(found) > 1:
-                found.sort(key=lambda one: -one[0].forward_operations)
-                # The first call is that of the module around the model, which no rank has.
-                inside = [replace(trace, calls=trace.calls[1:]) for trace, _ in found]
-                others = [tuple(other for other in inside if other is not trace) for trace in inside]
-                found = [
-                    (replace(trace, paths=paths), receiving)
-                    for trace, paths, (_, receiving) in zip(inside, others, found, strict=True)
-                ]
-            self._paths[key] = tuple(_StagePath(Timeline(trace), receiving) for trace, receiving in found)
+            self._paths[key] = StagePaths.of(
+                [self._trace(first, end, frozenset(share), batch) for batch in (self.batch, *self.kinds)]
+            )
         return self._paths[key]
 
-    def script(self, first: int, end: int, recomputations: Recomputations) -> Script:
+    def script(self, first: int, end: int, plans: OnPaths) -> Script:
         """What a rank follows in forwards of this stage."""
-        solver = self.solver(first, end)
-        if solver.trace.paths:
-            return compile_stage_calls(solver.draws, recomputations)
-        return compile_stage(solver.recipes, recomputations)
+        return self._paths_of(first, end, self._most_of(first, end)).script(plans, self.solver(first, end).draws)
 
     def shares(self, stretches: Sequence[Stretch]) -> list[dict[Stretch, tuple[str, ...]]]:
         """Which parameters' state a rank with these stages has, by stage, in each of the pipelines: those of all its stages are dealt out together."""
@@ -332,54 +306,52 @@ class StagePlanner:
         self,
         first: int,
         end: int,
-        recomputations: Recomputations,
+        plans: OnPaths,
         share: Sequence[str] | None = None,
         later: Sequence[Stretch] = (),
     ) -> StageLevels:
         """What the stage holds under a plan; where forward takes several paths, the most on any of them.
 
         Args:
-            first, end, recomputations: its parts, and the plan.
+            first, end, plans: its parts, and what is run again.
             share: parameters of which its rank has the optimizer's state; None for the rank with the most.
             later: stages of the same rank, whose backward is before this one's. Gradients of what they have, too, are counted in them.
         """
+        assert not (self.keeps_everything and any(plans)), "what a stage runs is not known well enough"
+        paths = self._paths_of(first, end, self._most_of(first, end) if share is None else share)
+        on_each = paths.on_each(plans, self.solver(first, end).draws)
+        found = []
+        for number, (timeline, plan) in enumerate(zip(paths.timelines, on_each, strict=True)):
+            made_elsewhere = self._made_by(timeline, paths.receiving[number], (first, end), later)
+            levels = self._levels_on_path(timeline, plan, (first, end), made_elsewhere)
+            before = paths.until_known(number, plans)
+            found.append(replace(levels, forward_bytes=max(levels.forward_bytes, before)))
+        return most(found)
+
+    def _levels_on_path(
+        self, timeline: Timeline, plan: Recomputations, stretch: Stretch, made_elsewhere: frozenset[int]
+    ) -> StageLevels:
+        first, end = stretch
         last = end == len(self.calls.calls)
-        share = self._most_of(first, end) if share is None else share
-        assert not (self.keeps_everything and recomputations), "what a stage runs is not known well enough"
-        paths = self._paths_of(first, end, share)
-        found = [
-            stage_levels(
-                path.timeline,
-                plan,
-                self.received_gradient_bytes(first),
-                0 if last else self.calls.crossing_bytes(end),
-                0
-                if last
-                else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
-                self.buffers_bytes(first, end) + self.own_part_bytes + path.timeline.trace.changed_buffer_bytes,
-                self._made_by(path, (first, end), later),
-            )
-            for path, plan in zip(paths, self._on_paths(paths, (first, end), recomputations), strict=True)
-        ]
-        return StageLevels(*map(max, *map(astuple, found))) if len(found) > 1 else found[0]
+        return stage_levels(
+            timeline,
+            plan,
+            self.received_gradient_bytes(first),
+            0 if last else self.calls.crossing_bytes(end),
+            0 if last else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
+            self.buffers_bytes(first, end) + self.own_part_bytes + timeline.trace.changed_buffer_bytes,
+            made_elsewhere,
+        )
 
-    def _on_paths(
-        self, paths: Sequence[_StagePath], stretch: Stretch, recomputations: Recomputations
-    ) -> list[Recomputations]:
-        """What a plan for the first path of a stage comes to on each."""
-        if len(paths) == 1:
-            return [recomputations]
-        decisions = self.solver(*stretch).draws.decisions(recomputations)
-        assert decisions is not None, "plans that decide across calls are not taken"
-        return [recomputations, *(path.forward.recomputations(decisions) for path in paths[1:])]
-
-    def _made_by(self, path: _StagePath, stretch: Stretch, later: Sequence[Stretch]) -> frozenset[int]:
+    def _made_by(
+        self, timeline: Timeline, receiving: frozenset[str], stretch: Stretch, later: Sequence[Stretch]
+    ) -> frozenset[int]:
         """Gradients of a stage's trace that are there before it, by storage, whose parameters these stages have, too."""
         if not later or self.micro_batches == 1:
             return frozenset()
         others = frozenset[str]().union(*(self._used(*each) for each in later))
-        trained = [name for name in self._used(*stretch) if name in path.receiving]
-        return frozenset(s for s, name in zip(path.timeline.gradients.before, trained, strict=True) if name in others)
+        trained = [name for name in self._used(*stretch) if name in receiving]
+        return frozenset(s for s, name in zip(timeline.gradients.before, trained, strict=True) if name in others)
 
     def _used(self, first: int, end: int) -> tuple[str, ...]:
         """Names of the parameters of a stretch, in the model's order; they are asked for again for each cut."""
@@ -415,7 +387,7 @@ class StagePlanner:
             first, end = self._stand_in(first, end)
         solver = self.solver(first, end)
         forward, backward, update = seconds_of(solver.trace, found.schedule)
-        plain = self.levels(first, end, {})
+        plain = self.levels(first, end, NOTHING)
         state = plain.base_bytes + plain.gradient_bytes
         kept = self._menu(first, end, plain_only=True)
         most = self.micro_batches if found.schedule is Schedule.GPIPE else len(found.stages)
@@ -426,10 +398,7 @@ class StagePlanner:
             and state + one.pass_bytes + (most - 1) * max(one.kept_bytes, one.done_bytes) > has_bytes // per_device
         ):
             kept = self._menu(first, end)
-        ways = (
-            self._with_messages(way, self.levels(first, end, solution.recomputations), found.schedule)
-            for way, solution in kept
-        )
+        ways = (self._with_messages(way, self.levels(first, end, on_paths(plan)), found.schedule) for way, plan in kept)
         return StageCost(forward, backward, state, tuple(ways), update, plain.update_bytes)
 
     def _stand_in(self, first: int, end: int) -> Stretch:
@@ -439,11 +408,20 @@ class StagePlanner:
             self._stand_ins[first, end] = self._first_alike.setdefault(described, (first, end))
         return self._stand_ins[first, end]
 
-    def _menu(self, first: int, end: int, *, plain_only: bool = False) -> list[tuple[Recompute, Solution]]:
+    def _menu(self, first: int, end: int, *, plain_only: bool = False) -> Menu:
         key = first, end, plain_only
         if key not in self._menus:
-            self._menus[key] = menu(self.solver(first, end), partial(self.levels, first, end), plain_only=plain_only)
+            self._menus[key] = menu_of_paths(
+                [
+                    menu(solver, partial(self._levels_alone, (first, end), solver), plain_only=plain_only)
+                    for solver in self.solvers(first, end)
+                ]
+            )
         return self._menus[key]
+
+    def _levels_alone(self, stretch: Stretch, solver: Solver, plan: Recomputations) -> StageLevels:
+        """On the path that a plan is for, and on those for which it is as well."""
+        return self.levels(*stretch, (plan,)) if solver.trace.paths else stage_levels(solver.timeline, plan)
 
     def _with_messages(self, way: Recompute, levels: StageLevels, schedule: Schedule) -> Recompute:
         sent = levels.received_gradient_bytes + levels.made_bytes
@@ -453,16 +431,17 @@ class StagePlanner:
             held += self.micro_batches * NUMBER_BYTES
         return replace(way, pass_bytes=way.pass_bytes + held, done_bytes=sent if holds else 0)
 
-    def way(self, first: int, end: int, solution: Solution, schedule: Schedule) -> Recompute:
+    def way(self, first: int, end: int, plan: StagePlan, schedule: Schedule) -> Recompute:
         """The way to hold activations that a plan of the stage is, as a cut counts it."""
-        levels = self.levels(first, end, solution.recomputations)
-        return self._with_messages(Recompute(levels.kept_bytes, levels.pass_bytes, solution.seconds), levels, schedule)
+        levels = self.levels(first, end, on_paths(plan))
+        seconds = max(solution.seconds for solution in plan)
+        return self._with_messages(Recompute(levels.kept_bytes, levels.pass_bytes, seconds), levels, schedule)
 
-    def solution(self, first: int, end: int, way: Recompute) -> Solution:
+    def solution(self, first: int, end: int, way: Recompute) -> StagePlan:
         """The plan of a way to hold activations."""
         return next(
-            solution
-            for known, solution in self._menu(first, end, plain_only=(first, end, False) not in self._menus)
+            plan
+            for known, plan in self._menu(first, end, plain_only=(first, end, False) not in self._menus)
             if (known.kept_bytes, known.extra_seconds) == (way.kept_bytes, way.extra_seconds)
         )
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count, islice
 from typing import Final, TypeAlias
 
 from memfit.pipelining.alike_stretches import Stretch
 from memfit.pipelining.refinement import faster
+from memfit.pipelining.stage_paths import NOTHING, OnPaths, StagePlan, on_paths
 from memfit.pipelining.stage_planner import StagePlanner
 from memfit.planner.cut_costs import cost_of
 from memfit.planner.cutting import cut as cut_parts
 from memfit.planner.schedules import rank_orders
 from memfit.planner.solution import Solution
 from memfit.planner.stage_bytes import around_seconds, rank_peak
-from memfit.planner.timeline import Recomputations
 from memfit.step.part_calls import PartCalls
 from memfit.values.pipeline import Message, PipelinePlan
 from memfit.values.stages import Cut, Line, Parts, Recompute, Schedule, StageCost
@@ -149,28 +149,34 @@ def refined(planner: StagePlanner, found: StagesFound, line: Line) -> StagesFoun
     """
     cut = found.pipeline.cut
     before = [planner.solution(stage.first, stage.end, stage.recompute) for stage in cut.stages]
-    if not any(solution.recomputations for solution in before):
+    if not any(solution.recomputations for of_stage in before for solution in of_stage):
         return found
+    solvers = [planner.solvers(stage.first, stage.end) for stage in cut.stages]
 
     of_ranks: dict[tuple[int, ...], _RankPeaks] = {}
 
+    def of_stages(solutions: Sequence[Solution]) -> list[StagePlan]:
+        each = iter(solutions)
+        return [tuple(islice(each, len(of_stage))) for of_stage in solvers]
+
     def fits(tried: Sequence[Solution]) -> bool:
-        known_everywhere = (
-            planner.solver(stage.first, stage.end).draws.holds_on_all_paths(one.recomputations)
-            for stage, one in zip(cut.stages, tried, strict=True)
-        )
-        if not all(known_everywhere):
+        if not all(
+            solver.draws.holds_on_all_paths(one.recomputations)
+            for solver, one in zip(chain.from_iterable(solvers), tried, strict=True)
+        ):
             return False
-        peaks = _peaks(planner, cut, [one.recomputations for one in tried], of_ranks)
+        peaks = _peaks(planner, cut, list(map(on_paths, of_stages(tried))), of_ranks)
         return all(
             size <= line.devices[device].bytes
             for device, of_replicas in zip(cut.devices, peaks, strict=True)
             for size, _ in of_replicas
         )
 
-    solutions = faster([planner.solver(s.first, s.end) for s in cut.stages], before, fits)
-    if sum(one.seconds for one in solutions) >= sum(one.seconds for one in before):
+    flat = list(chain.from_iterable(before))
+    made_faster = faster(list(chain.from_iterable(solvers)), flat, fits)
+    if sum(one.seconds for one in made_faster) >= sum(one.seconds for one in flat):
         return found
+    solutions = of_stages(made_faster)
     known = {}
     for stage, solution in zip(cut.stages, solutions, strict=True):
         cost = planner.cost(stage.first, stage.end, cut, min(device.bytes for device in line.devices))
@@ -184,11 +190,11 @@ def refined(planner: StagePlanner, found: StagesFound, line: Line) -> StagesFoun
 
 
 # Of a rank in each of the pipelines, bytes and phase; and what its stages run again there: while it is kept, nothing else has its identity.
-_RankPeaks: TypeAlias = tuple[list[tuple[int, str]], list[Recomputations]]
+_RankPeaks: TypeAlias = tuple[list[tuple[int, str]], list[OnPaths]]
 
 
 def _peaks(
-    planner: StagePlanner, cut: Cut, dropped: Sequence[Recomputations], known: dict[tuple[int, ...], _RankPeaks]
+    planner: StagePlanner, cut: Cut, dropped: Sequence[OnPaths], known: dict[tuple[int, ...], _RankPeaks]
 ) -> list[list[tuple[int, str]]]:
     """What each rank holds, in each of the pipelines, and in which phase, where its stages run this again.
 
@@ -215,7 +221,7 @@ def _peaks(
 
     def of_rank_once(rank: int) -> list[tuple[int, str]]:
         mine = list(dropped[rank::ranks])
-        key = rank, *map(id, mine)
+        key = rank, *(id(plan) for of_stage in mine for plan in of_stage)
         if key not in known:
             known[key] = of_rank(rank), mine
         return known[key][0]
@@ -228,7 +234,7 @@ def _described(
     found: Cut,
     line: Line,
     parts: Parts,
-    solutions: Sequence[Solution] | None = None,
+    solutions: Sequence[StagePlan] | None = None,
     plain_seconds: float | None = None,
 ) -> StagesFound:
     """The cut with the script of each stage, and what each rank will hold.
@@ -244,13 +250,10 @@ def _described(
         solutions = [planner.solution(stage.first, stage.end, stage.recompute) for stage in found.stages]
     solvers = [planner.solver(stage.first, stage.end) for stage in found.stages]
     stretches = _stretches(found)
-    scripts = [
-        planner.script(*stretch, solution.recomputations)
-        for stretch, solution in zip(stretches, solutions, strict=True)
-    ]
-    nothing: Recomputations = {}
-    of_ranks = _peaks(planner, found, [solution.recomputations for solution in solutions], {})
-    plain = [max(size for size, _ in of_rank) for of_rank in _peaks(planner, found, [nothing for _ in stretches], {})]
+    dropped = list(map(on_paths, solutions))
+    scripts = [planner.script(*stretch, plans) for stretch, plans in zip(stretches, dropped, strict=True)]
+    of_ranks = _peaks(planner, found, dropped, {})
+    plain = [max(size for size, _ in of_rank) for of_rank in _peaks(planner, found, [NOTHING for _ in stretches], {})]
     calls, model = planner.calls, planner.source.model
     parameters = [calls.parameters(model, *stretch) for stretch in stretches]
     pipeline = PipelinePlan(

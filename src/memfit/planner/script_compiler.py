@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Final
+from typing import Final, TypeAlias
 
 from memfit.planner.draws import Draws
 from memfit.planner.recipes import Recipes
@@ -28,6 +28,7 @@ from memfit.values.trace import ModuleCall, Trace
 
 # Calls of modules that are counted in the time that following one operation takes: where the follower is off in some stretches, all of forward's are looked at.
 CALLS_AN_OPERATION: Final = 4
+Compiler: TypeAlias = Callable[[Recipes, Recomputations, frozenset[int] | None], Script]
 LEAST_KEPT: Final = 6  # operations of a stretch that is not followed: taking the follower off and putting it on again takes as long as following about four
 
 
@@ -86,14 +87,19 @@ def knowing_calls(script: Script, paths: Sequence[Trace]) -> Script:
     return replace(script, most_calls=dict(most), call_bytes=each, most_call_bytes=largest)
 
 
-def compile_branches(plans: Sequence[tuple[Recipes, Recomputations]]) -> Script:
+def compile_branches(plans: Sequence[tuple[Recipes, Recomputations]], compiled: Compiler | None = None) -> Script:
     """The script of the first of several paths, each with a plan of its own, with those of the others in it.
 
     The engine may follow any of them until it knows which one forward takes: what one wants of what was made by then, all hold.
+
+    Args:
+        plans: of the paths, with the recipes of each.
+        compiled: makes the script of one; `compile_script` where it is None.
     """
     if not any(runs for _, recomputations in plans for runs in recomputations.values()):
         return Script()
-    alone = [compile_script(recipes, recomputations, asked_of=frozenset()) for recipes, recomputations in plans]
+    compiled = compiled or (lambda recipes, plan, asked_of: compile_script(recipes, plan, asked_of=asked_of))
+    alone = [compiled(recipes, recomputations, frozenset()) for recipes, recomputations in plans]
     scripts = []
     for number, (recipes, recomputations) in enumerate(plans):
         wanted: set[int] = set()
@@ -101,7 +107,7 @@ def compile_branches(plans: Sequence[tuple[Recipes, Recomputations]]) -> Script:
             own = alone[number]
             alike = own.decided if other == number else shared_beginning(own.operations, script.operations)
             wanted.update(s for op, made in script.makes.items() if op < alike for _, s, _ in made)
-        scripts.append(compile_script(recipes, recomputations, asked_of=frozenset(wanted)))
+        scripts.append(compiled(recipes, recomputations, frozenset(wanted)))
     first, *others = scripts
     return replace(first, branches=tuple(others))
 
@@ -241,18 +247,25 @@ def compile_script(
     return script if within is not None else replace(script, kept_stretches=_kept_stretches(script, trace.calls))
 
 
-def compile_stage(recipes: Recipes, recomputations: Recomputations) -> Script:
+def compile_stage(plans: Sequence[tuple[Recipes, Recomputations]]) -> Script:
     """The script of a stage of a model, whose trace is of a module around the model: for the model itself, as the ranks run it.
 
     Args:
-        recipes: of the trace of the stage.
-        recomputations: the plan.
+        plans: of the paths that forward takes, each with a plan of its own, with the recipes of the trace of the stage.
     """
+    if len(plans) == 1:
+        return _of_stage(*plans[0], None)
+    return compile_branches(plans, _of_stage)
+
+
+def _of_stage(recipes: Recipes, recomputations: Recomputations, asked_of: frozenset[int] | None) -> Script:
     around, *inside = recipes.trace.calls
-    script = compile_script(recipes, recomputations, around)
-    if script.plain:
-        return script
+    script = compile_script(recipes, recomputations, around, asked_of=asked_of)
     operation, save = around.operations[0], around.saves[0]
+    if asked_of is not None:
+        script = replace(script, decided=script.decided - operation)
+    elif script.plain:
+        return script
     calls = [
         replace(
             call,
@@ -274,7 +287,7 @@ def compile_stage(recipes: Recipes, recomputations: Recomputations) -> Script:
 
 
 def compile_stage_calls(draws: Draws, recomputations: Recomputations) -> Script:
-    """The same where forward takes several paths: a script for each call of a module in which something runs again.
+    """The script of a stage where one plan is for all paths that forward takes: one for each call of a module in which something runs again.
 
     Args:
         draws: all paths of the stage, whose traces have the calls of the model and of what is in it.

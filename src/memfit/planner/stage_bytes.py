@@ -6,9 +6,9 @@ What differs from that is said here: gradients are made in the first backward; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ PRICES: Final = 8  # at which plans are made that hold little between forward an
 CALLS: Final = 8  # numbers of calls made again that are tried, of each order
 ALIKE: Final = 0.01  # of the largest pass: ways that differ by fewer bytes are one
 IN_FLIGHT: Final = 32  # micro-batches: for up to as many the way that takes least stays
+
+Planned = TypeVar("Planned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +179,19 @@ def menu(
         levels = levels_of(solution.recomputations)
         way = Recompute(levels.kept_bytes, levels.pass_bytes, solution.seconds)
         ways.append((way, solution))
-    ways.sort(key=lambda one: (one[0].extra_seconds, one[0].kept_bytes, one[0].pass_bytes))
-    alike = int(ALIKE * max(way.pass_bytes for way, _ in ways))
-    least = [min(ways, key=lambda one: one[0].pass_bytes + n * one[0].kept_bytes)[0] for n in range(IN_FLIGHT)]
-    best: list[tuple[Recompute, Solution]] = []
-    for way, solution in ways:
+    return different(ways)
+
+
+def different(ways: Sequence[tuple[Recompute, Planned]]) -> list[tuple[Recompute, Planned]]:
+    """Those of some ways to hold activations that another one does not beat, or come near to, in bytes and seconds; the fastest first."""
+    ordered = sorted(ways, key=lambda one: (one[0].extra_seconds, one[0].kept_bytes, one[0].pass_bytes))
+    alike = int(ALIKE * max(way.pass_bytes for way, _ in ordered))
+    least = [min(ordered, key=lambda one: one[0].pass_bytes + n * one[0].kept_bytes)[0] for n in range(IN_FLIGHT)]
+    best: list[tuple[Recompute, Planned]] = []
+    for way, planned in ordered:
         near = 0 if any(way is each for each in least) else alike
         if not any(w.kept_bytes <= way.kept_bytes + near and w.pass_bytes <= way.pass_bytes + near for w, _ in best):
-            best.append((way, solution))
+            best.append((way, planned))
     return best
 
 

@@ -460,6 +460,13 @@ def busy_for(monkeypatch: pytest.MonkeyPatch, *slowdowns: float) -> None:
     monkeypatch.setattr(ReferenceWork, "seconds", seconds)
 
 
+def test_a_malloc_that_keeps_everything_has_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations that were timed there met no page faults, which they do elsewhere."""
+    elsewhere = CostTable(CPU, tmp_path).path
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    assert CostTable(CPU, tmp_path).path != elsewhere
+
+
 def test_a_computer_whose_threads_wait_for_each_other_for_a_moment_is_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

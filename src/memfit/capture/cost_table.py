@@ -23,6 +23,7 @@ from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork
 from memfit.capture.roofline import estimated_seconds
 from memfit.capture.timing import KernelTimer, agree, processor_clock
 from memfit.identity import digest
+from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
@@ -137,7 +138,10 @@ class CostTable:
     def __init__(self, device: torch.device, folder: Path | None = None) -> None:
         self.device = device
         self.name = device_name(device)
-        identity = digest(self.name, torch.get_num_threads() if device.type == "cpu" else 0, torch.__version__, FORMAT)
+        on_a_cpu = device.type == "cpu"
+        # Where the environment has malloc keep everything, operations meet no page faults; elsewhere those of large blocks are noted with them.
+        threads, gives_back = torch.get_num_threads() if on_a_cpu else 0, on_a_cpu and keep_freed_memory()
+        identity = digest(self.name, threads, torch.__version__, FORMAT, gives_back)
         self.path = (folder or cache_folder()) / "costs" / f"{identity}.jsonl"
         self._known = _KNOWN.setdefault(self.path, _KnownCosts(self.path))
         self._known.read()

@@ -199,6 +199,16 @@ def test_what_micro_batches_with_and_without_padding_hold_is_predicted(monkeypat
             assert mostly_padded[rank][number].peak_bytes <= figures.peak_bytes
 
 
+def test_a_pipeline_whose_sample_has_no_padding_tells_that_other_batches_may_take_more() -> None:
+    model, (ids, filled), loss_fn = running.padded()
+    whole = ids[:8], filled[:8]
+    plan = memfit.plan(
+        model, whole, loss_fn, 1 << 40, running.OPTIMIZERS["sgd"], devices=2, fixed={"sharding": "1f1b/2"}
+    )
+    assert any("has one answer in all of the sample" in note for note in plan.notes)
+    assert SEVERAL_PATHS not in plan.notes
+
+
 def test_stages_whose_paths_part_late_run_again_what_these_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_at((3, 9), monkeypatch)
     roomy = planned(running.padded_late, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})

@@ -354,7 +354,7 @@ class PipelinePlanning:
         )
         own_numbers = (OWN_NUMBERS,) if pipeline.draws else ()
         planner = self._planner(techniques, number)
-        several = SEVERAL_PATHS if planner.kinds else ""
+        several = SEVERAL_PATHS if planner.kinds else planner.one_answer
         why = _why_little_again(planner)
         on_meta = (f"{self._unsure}: micro-batches are weighted by samples",) if _on_meta(source) else ()
         named = " and ".join(f"stage {stage}, {pipeline.named(stage)}" for stage in pipeline.stages_of(fullest))

@@ -102,6 +102,7 @@ class StagePlanner:
         calls: of its parts.
         parts: what they take by themselves.
         kinds: batches like that of the pipeline, each of micro-batches on which forward runs other operations (there is padding, say).
+        one_answer: what the user should know of something that forward asks of the batch where all of it gives one answer; "" where it does not.
         unconfirmed: how the real forward differs from the one on fake tensors, by which stages are captured; "" where it does not. Where it does, stages run
             nothing again.
 
@@ -151,6 +152,7 @@ class StagePlanner:
         self.whole = _without_calls(source.priced(self.captured))
         around = partial(regions, self.techniques, model, device_of(model).type)
         self.calls, found, ends = chain_of(model, one, source.loss_fn, self.whole, around)
+        self.one_answer = ""
         self.kinds = self._other_kinds(step, around)
         self._alike = AlikeStretches(self.whole, ends, self.calls, model, batches.counted_leaf(self.weights))
         self._first_alike: dict[Hashable, Stretch] = {}
@@ -190,6 +192,8 @@ class StagePlanner:
                 )
             self.calls = self.calls.reading_also(with_real_reads(calls, step.model, one, step.loss_fn, around))
             kinds.append(sample)
+        if not kinds:
+            self.one_answer = other_samples(replace(of_all, other_samples=None), techniques, self.captured)[1]
         return tuple(kinds)
 
     def parts_now(self) -> Parts:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from memfit.capture.gloo_time import MOST_RANKS, as_processes, core_sharing
@@ -17,6 +18,7 @@ from memfit.hardware.network import ASSUMED_BANDWIDTH, devices_of
 from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
 from memfit.pipelining.planning import PipelinePlanning, StagePlanners, settings_for
+from memfit.pipelining.stages import NotFasterError
 from memfit.planner.candidates import check_names
 from memfit.planning import changed
 from memfit.progress import tell
@@ -124,9 +126,12 @@ def plan_sharded(
         named = in_words(Choices(sharding=way))
         tell(source.progress, f"planning for {named}", 0.0)
         try:
-            made = planning.plan(way)
+            made = planning.plan(way, faster_than=inf if best is None else best.prediction.step_seconds / WORTH_MORE)
         except InfeasibleError as error:
             refused[way] = error
+            continue
+        except NotFasterError as error:
+            turned_down.append(f"{named}: {format_seconds(error.at_best_seconds)} a step at best")
             continue
         except (CaptureError, InputError) as error:
             if len(ways) == 1:
@@ -282,12 +287,17 @@ class _Planning:
     _pipelines: dict[str, PipelinePlanning] = field(default_factory=dict)
     _planners: StagePlanners = field(default_factory=dict)
 
-    def plan(self, setting: str, budget_bytes: int | None = None) -> Plan:
+    def plan(self, setting: str, budget_bytes: int | None = None, *, faster_than: float = inf) -> Plan:
         """The plan for one way. It is searched for the rank with the most state, and fits on every one.
 
         Args:
             setting: the way.
             budget_bytes: of each device, where it is a pipeline; the request's if None.
+            faster_than: seconds of a step: a pipeline that cannot be faster is not planned for.
+
+        Raises:
+            NotFasterError: it is not.
+            InfeasibleError, InputError, CaptureError: as for any plan.
         """
         if is_pipeline(setting):
             if self.make is not None:
@@ -296,7 +306,7 @@ class _Planning:
                 self._pipelines[setting] = PipelinePlanning(
                     self.source, self.request, self.topology, setting, self._planners
                 )
-            return self._pipelines[setting].plan(budget_bytes)
+            return self._pipelines[setting].plan(budget_bytes, faster_than=faster_than)
         if not self.topology.alike:
             raise InputError("it deals out equal parts, and these devices are not alike")
         with frozen(self.source.model, self.request.freeze):

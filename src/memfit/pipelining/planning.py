@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from memfit.parallel.pipeline import buffers_between
 from memfit.pipelining.candidates import candidates_for_stages
 from memfit.pipelining.links import line_of, sending_seconds
 from memfit.pipelining.stage_planner import StagePlanner
-from memfit.pipelining.stages import StagesFound, find_stages, refined, same_stages
+from memfit.pipelining.stages import NotFasterError, StagesFound, find_stages, refined, same_stages
 from memfit.planner.schedules import check_schedule, textbook_bubble
 from memfit.planning import remember
 from memfit.progress import tell
@@ -120,20 +121,22 @@ class PipelinePlanning:
                     f"pipelines beside each other have the same stages, and devices {other % length} and {other} are not alike"
                 )
 
-    def plan(self, budget_bytes: int | None = None, *, refines: bool = True) -> Plan:
+    def plan(self, budget_bytes: int | None = None, *, refines: bool = True, faster_than: float = math.inf) -> Plan:
         """The fastest plan found in so many bytes on each device; in the request's where none are given.
 
         Args:
             budget_bytes: of each device.
             refines: what the stages of a cut run again is chosen anew for the bytes that are left.
+            faster_than: seconds of a step; what cannot be faster is not looked for.
 
         Raises:
+            NotFasterError: nothing is faster.
             InfeasibleError: no cut fits.
             InputError: the model cannot be cut.
         """
         budget_bytes = self._budget(budget_bytes)
         best: Plan | None = None
-        lacking: InfeasibleError | InputError | None = None
+        lacking: InfeasibleError | InputError | NotFasterError | None = None
         others: list[Plan] = []
         for techniques in self._candidates:
             # State in 8 bits makes no step faster in which nothing has to be run again.
@@ -144,8 +147,8 @@ class PipelinePlanning:
             ):
                 continue
             try:
-                made = self._in_the_best_number(techniques, budget_bytes, refines=refines)
-            except (InfeasibleError, InputError) as error:
+                made = self._in_the_best_number(techniques, budget_bytes, refines=refines, faster_than=faster_than)
+            except (InfeasibleError, InputError, NotFasterError) as error:
                 if lacking is None or _least(error) < _least(lacking):
                     lacking = error
                 continue
@@ -181,22 +184,28 @@ class PipelinePlanning:
         assert self.request.budget is not None, "a budget is in the request or given"
         return self.request.budget.bytes
 
-    def _in_the_best_number(self, techniques: Choices, budget_bytes: int, *, refines: bool) -> Plan:
+    def _in_the_best_number(self, techniques: Choices, budget_bytes: int, *, refines: bool, faster_than: float) -> Plan:
         """The fastest with these techniques: micro-batches are doubled for as long as the step gets faster.
 
         Raises:
-            InfeasibleError, InputError: as for `plan`.
+            InfeasibleError, InputError, NotFasterError: as for `plan`.
         """
         best: Plan | None = None
-        lacking: InfeasibleError | InputError | None = None
+        lacking: InfeasibleError | InputError | NotFasterError | None = None
         for number in self._numbers():
             named = self.pipelines.in_words()
             tell(self.source.progress, f"planning for {named}, {number} micro-batches", 0.0)
+            limit = faster_than if best is None else min(faster_than, best.prediction.step_seconds)
             try:
                 with frozen(self.source.model, self.request.freeze):
-                    found = self._found(techniques, number, budget_bytes, refines=refines)
+                    found = self._found(techniques, number, budget_bytes, refines=refines, faster_than=limit)
+            except NotFasterError as error:
+                if best is not None:
+                    break
+                lacking = error
+                continue
             except (InfeasibleError, InputError) as error:
-                if lacking is None or isinstance(error, InfeasibleError):
+                if lacking is None or _least(error) < _least(lacking):
                     lacking = error
                 continue
             made = self._plan(found, techniques, budget_bytes)
@@ -240,11 +249,13 @@ class PipelinePlanning:
             )
         return self.planners[key]
 
-    def _found(self, techniques: Choices, number: int, budget_bytes: int, *, refines: bool) -> StagesFound:
+    def _found(
+        self, techniques: Choices, number: int, budget_bytes: int, *, refines: bool, faster_than: float
+    ) -> StagesFound:
         """The fastest cut found.
 
         Raises:
-            InfeasibleError, InputError: as for `find_stages`; or the best cut found needs more.
+            NotFasterError, InfeasibleError, InputError: as for `find_stages`; or the best cut found needs more.
         """
         length, per_rank = self.pipelines.ranks, self.pipelines.per_rank
         few = self.pipelines.schedule == Schedule.ONE_FORWARD_ONE_BACKWARD and number < length
@@ -260,7 +271,8 @@ class PipelinePlanning:
             )
         line = self._line(budget_bytes)
         try:
-            found = self._within(line, lambda line: find_stages(planner, line, used, length, per_rank))
+            find = partial(find_stages, planner, faster_than=faster_than)
+            found = self._within(line, lambda line: find(line, used, length, per_rank))
         except InfeasibleError as error:
             why = _why_little_again(planner)
             if not why:
@@ -457,8 +469,10 @@ def _keeps_everything(plan: Plan) -> bool:
     return plan.pipeline is not None and not any(script.recomputations for script in plan.pipeline.scripts)
 
 
-def _least(error: InfeasibleError | InputError) -> int:
-    """Bytes that it tells; more than there can be where it tells none."""
+def _least(error: InfeasibleError | InputError | NotFasterError) -> int:
+    """Bytes that it tells; more than there can be where it tells none, and fewer where they are not what is lacking."""
+    if isinstance(error, NotFasterError):
+        return 0
     return getattr(error, "minimum_bytes", None) or 1 << 62
 
 

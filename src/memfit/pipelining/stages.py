@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
+from math import inf
 from typing import Final, TypeAlias
 
 from memfit.pipelining.alike_stretches import Stretch
@@ -24,6 +25,8 @@ from memfit.step.part_calls import PartCalls
 from memfit.values.pipeline import Message, PipelinePlan
 from memfit.values.stages import Cut, Line, Parts, Recompute, Schedule, StageCost
 
+# Parts by themselves take about as long as in stages, which do more around them.
+SURE: Final = 0.97
 ROUNDS: Final = 20  # of cutting again with what the captured stages have shown, until the best of these cuts is taken
 
 
@@ -54,12 +57,26 @@ class StagesFound:
     seconds_are: str
 
 
+class NotFasterError(Exception):
+    """No cut is as fast as what is known already.
+
+    Attributes:
+        at_best_seconds: of a step, with everything kept, by what parts take by themselves.
+    """
+
+    def __init__(self, at_best_seconds: float) -> None:
+        super().__init__(f"{at_best_seconds} s at best")
+        self.at_best_seconds = at_best_seconds
+
+
 def find_stages(
     planner: StagePlanner,
     line: Line,
     schedule: Schedule,
     ranks: int,
     per_rank: int = 1,
+    *,
+    faster_than: float = inf,
 ) -> StagesFound:
     """The fastest cut found in which every device holds no more than its bytes. Nothing is trained, no process started.
 
@@ -68,8 +85,10 @@ def find_stages(
         line: its devices and their links; their speeds are relative to that for which the planner's source has seconds.
         schedule: as for `memfit.planner.cutting.cut`.
         ranks, per_rank: of a pipeline, and the stages on each.
+        faster_than: seconds of a step; what cannot be faster is of no use, and no stage is captured for it.
 
     Raises:
+        NotFasterError: no cut is, whatever it holds.
         InfeasibleError: no cut fits.
         InputError: the model, the batch or the schedule is not one for a pipeline.
         CaptureError: the forward cannot be looked at without values.
@@ -78,6 +97,12 @@ def find_stages(
     around = around_seconds(planner.whole, schedule)
     least = min(device.bytes for device in line.devices)
     cuts: list[Cut] = []
+    if faster_than < inf:
+        parts = replace(planner.parts_now(), around_seconds=around)
+        number = planner.micro_batches
+        at_best = cut_parts(parts, _ample(line), number, schedule, stages=ranks, per_device=per_rank).step_seconds
+        if SURE * at_best >= faster_than:
+            raise NotFasterError(at_best)
     for tried in count(1):
         exact = replace(planner.parts_now(), known=known, around_seconds=around)
         found = cut_parts(exact, line, planner.micro_batches, schedule, stages=ranks, per_device=per_rank)
@@ -267,9 +292,8 @@ def _described(
     )
     if plain_seconds is None:
         unhurried = replace(parts, known={k: replace(c, menu=(_fastest(c),)) for k, c in (parts.known or {}).items()})
-        ample = replace(line, devices=tuple(replace(device, bytes=1 << 62) for device in line.devices))
         plain_seconds = cost_of(
-            unhurried, ample, pipeline.ends, found.micro_batches, found.schedule, found.devices
+            unhurried, _ample(line), pipeline.ends, found.micro_batches, found.schedule, found.devices
         ).step_seconds
     of_rank = [{n: p for named in parameters[rank::ranks] for n, p in named.items()} for rank in range(ranks)]
     return StagesFound(
@@ -283,6 +307,11 @@ def _described(
         plain_seconds,
         planner.whole.seconds_are,
     )
+
+
+def _ample(line: Line) -> Line:
+    """Devices on which everything fits."""
+    return replace(line, devices=tuple(replace(device, bytes=1 << 62) for device in line.devices))
 
 
 def _fastest(cost: StageCost) -> Recompute:

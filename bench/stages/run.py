@@ -57,7 +57,7 @@ def chain_of(model: Any, sample: Any, loss_fn: Any, machine: Any, optimizer: Any
     from memfit.capture.costs import with_costs
     from memfit.capture.roofline import estimated_costs
     from memfit.capture.source import StepSource
-    from memfit.pipelining.stage_planner import chain_of as chain_of_trace
+    from memfit.pipelining.undivided import chain_of as chain_of_trace
 
     captured = capture(StepSource(model, sample, loss_fn, optimizer))
     costs = estimated_costs(captured.calls, machine)

@@ -13,17 +13,20 @@ from torch import Tensor
 
 import memfit
 from defined_costs import defined_costs
+from memfit import batches
 from memfit.capture import confirmation, real_forward
 from memfit.capture.present_machine import present_machine
+from memfit.capture.trace_source import TraceSource
 from memfit.hardware.topology import Topology
-from memfit.pipelining import stages
+from memfit.pipelining import planning, stages
 from memfit.pipelining.alike_stretches import AlikeStretches
 from memfit.pipelining.planning import PipelinePlanning, settings_for
 from memfit.pipelining.stage_planner import StagePlanner
+from memfit.pipelining.undivided import Undivided
 from memfit.planner.stage_bytes import seconds_of
 from memfit.planning import origin_of
 from memfit.techniques.sharding import Pipelines, way_of
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_seconds
 from memfit.values.report import MeasuredRank, Rehearsal, Report, StepRecord
 from memfit.values.stages import Schedule
 from memfit.values.trace import BEFORE_STEP, Category
@@ -271,6 +274,45 @@ def test_pipelines_of_one_length_share_what_is_captured(monkeypatch: pytest.Monk
     made = planned({"sharding": "pipeline/2x2", "micro_batches": 4})
     assert len(found) == len(set(found))
     assert sum("interleaved 1F1B" in each for each in made.rejected) + ("interleaved" in made.choices.sharding) == 1
+
+
+def test_no_stage_is_captured_where_a_pipeline_cannot_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What parts take by themselves, shared out as well as can be, is more than what another way takes."""
+    fastest = planned({"sharding": "1f1b/4", "micro_batches": 4})
+    known = origin_of(fastest)
+    assert isinstance(known, PipelinePlanning)
+    seconds = fastest.prediction.step_seconds
+    found = captured(monkeypatch)
+    anew = PipelinePlanning(known.source, known.request, known.topology, known.setting)
+    with pytest.raises(stages.NotFasterError) as error:
+        anew.plan(faster_than=seconds / 3)
+    assert not found
+    assert seconds / 3 < error.value.at_best_seconds <= seconds
+    assert anew.plan(faster_than=2 * seconds).prediction.step_seconds == pytest.approx(seconds)
+
+
+def test_pipelines_that_cannot_be_faster_are_told_with_what_they_take_at_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_faster(*_: Any, **__: Any) -> Any:
+        raise stages.NotFasterError(0.5)
+
+    monkeypatch.setattr(planning, "find_stages", not_faster)
+    made = planned({"micro_batches": 4})
+    assert made.pipeline is None
+    for setting in settings_for("pipeline", RANKS):
+        assert f"{Pipelines.of(setting).in_words()}: {format_seconds(0.5)} a step at best" in made.rejected
+
+
+def test_one_micro_batch_of_a_size_is_looked_at_for_pipelines_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    look = Undivided.of
+
+    def noted(source: TraceSource, micro_batch: Any, *rest: Any) -> Undivided:
+        sizes.append(batches.size(micro_batch))
+        return look(source, micro_batch, *rest)
+
+    monkeypatch.setattr(Undivided, "of", noted)
+    planned({"sharding": "pipeline"})
+    assert len(sizes) == len(set(sizes)) > 1
 
 
 def test_a_forward_is_compared_with_a_real_one_once_for_all_numbers_of_micro_batches(

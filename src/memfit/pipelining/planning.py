@@ -236,16 +236,12 @@ class PipelinePlanning:
         sharing = self.pipelines.replicas if self.pipelines.shards_state else 1
         key = self.pipelines.ranks, number, techniques, sharing
         if key not in self.planners:
-            alike = (one for (_, _, had, _), one in self.planners.items() if had == techniques and not one.unconfirmed)
-            known = next(alike, None)
+            alike = [one.undivided for (_, _, had, _), one in self.planners.items() if had == techniques]
+            samples = batches.size(self._batch) // number
+            known = next((one for one in alike if one.samples == samples), None)
+            known = known or next((one for one in alike if not one.unconfirmed), None)
             self.planners[key] = StagePlanner(
-                self.source,
-                self._batch,
-                number,
-                techniques,
-                self._weights,
-                sharing,
-                believed=None if known is None else known.captured,
+                self.source, self._batch, number, techniques, self._weights, sharing, known
             )
         return self.planners[key]
 

@@ -6,81 +6,40 @@ Each stage is captured alone, in this process, fed with what it would receive.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memfit import batches
-from memfit.batches import Batch, LossFunction
+from memfit.batches import Batch
 from memfit.capture.capture import capture
-from memfit.capture.captured import Captured
 from memfit.capture.comparing import path_taken
-from memfit.capture.confirmation import MAKES_SPARSE, confirmed, real_on_ranks, sparse_on_ranks
-from memfit.capture.part_calls import Around, find_part_calls
+from memfit.capture.part_calls import find_part_calls
 from memfit.capture.source import StepSource
 from memfit.capture.trace_source import TraceSource
 from memfit.capture.values_read import other_samples, rows_alone
-from memfit.errors import CaptureError, InputError
+from memfit.errors import InputError
 from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.pipeline import equal_micro_batches
 from memfit.parallel.stage_module import StageModule
 from memfit.pipelining.alike_stretches import AlikeStretches, Stretch
 from memfit.pipelining.batch_reads import with_real_reads
 from memfit.pipelining.stage_paths import NOTHING, Menu, OnPaths, StagePaths, StagePlan, menu_of_paths, most, on_paths
-from memfit.planner.model_parts import Boundary, chain, part_calls, part_ends
+from memfit.pipelining.undivided import Undivided, around_forwards
 from memfit.planner.solver import Solver
 from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, adding_rate, menu, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.sharding.state_sharding import dealt_out, only_with, something
 from memfit.step.absent import only
-from memfit.step.device import device_of
-from memfit.step.part_calls import PartCalls, TensorMeta
+from memfit.step.part_calls import TensorMeta
 from memfit.step.program import OptimizerFactory
-from memfit.techniques.choices import BASELINE, Choices, regions
+from memfit.techniques.choices import BASELINE, Choices
 from memfit.values.script import Script
 from memfit.values.stages import Cut, Parts, Recompute, Schedule, Shared, StageCost
 from memfit.values.trace import Trace
-
-LEVELS: Final = 3  # how far out blocks within blocks are looked at
-
-
-def chain_of(
-    model: nn.Module,
-    micro_batch: Batch,
-    loss_fn: LossFunction | None,
-    trace: Trace,
-    around: Around = nullcontext,
-) -> tuple[PartCalls, Parts, tuple[int, ...]]:
-    """The parts of a model, of those ways to see them that leave most boundaries where it may be cut; the calls of them, and before which operations they end.
-
-    Args:
-        model, micro_batch, loss_fn: the step.
-        trace: of it, with seconds.
-        around: makes what a forward and loss run inside.
-
-    Raises:
-        InputError: the forward does not call the same parts twice.
-    """
-    best: tuple[int, PartCalls, Any] | None = None
-    for outwards in range(LEVELS):
-        found = part_calls(trace, outwards)
-        calls = find_part_calls(model, micro_batch, loss_fn, [call.module for call in found], around)
-        allowed = sum(not reason for reason in calls.refused[1:])
-        if best is None or allowed > best[0]:
-            best = allowed, calls, found
-    assert best is not None
-    _, calls, found = best
-    if len(calls.calls) != len(found):
-        raise InputError(
-            "the forward calls its parts differently from one time to the next, so the model cannot be cut into stages"
-        )
-    calls = with_real_reads(calls, model, micro_batch, loss_fn, around)
-    boundaries = [Boundary(calls.crossing_bytes(b), calls.refused[b]) for b in range(1, len(found))]
-    return calls, chain(trace, found, boundaries), part_ends(trace, found)
 
 
 @dataclass(eq=False)
@@ -94,17 +53,14 @@ class StagePlanner:
         techniques: that the stages have, and what is frozen.
         weights: what micro-batches count for, in the words of `batches.weightings`.
         replicas: pipelines whose ranks with the same stage share out its optimizer's state; 1 where each has all of it.
-        believed: the undivided model's capture in another number of micro-batches, whose forward was compared with a real one; None where there is none.
+        known: a micro-batch of the undivided model that was looked at, taken as it is where it has as many samples as this step's; None where none was.
 
     Attributes:
-        captured: the undivided model's, for one micro-batch.
-        whole: its trace, with costs.
+        undivided: of this step.
         calls: of its parts.
         parts: what they take by themselves.
         kinds: batches like that of the pipeline, each of micro-batches on which forward runs other operations (there is padding, say).
         one_answer: what the user should know of something that forward asks of the batch where all of it gives one answer; "" where it does not.
-        unconfirmed: how the real forward differs from the one on fake tensors, by which stages are captured; "" where it does not. Where it does, stages run
-            nothing again.
 
     Raises:
         BatchError: the batch does not divide into so many micro-batches.
@@ -118,7 +74,7 @@ class StagePlanner:
     techniques: Choices = BASELINE
     weights: str = "samples"
     replicas: int = 1
-    believed: Captured | None = None
+    known: Undivided | None = None
 
     def __post_init__(self) -> None:
         self._paths: dict[tuple[int, int, tuple[int, ...]], StagePaths] = {}
@@ -133,55 +89,49 @@ class StagePlanner:
         self.own_part_bytes = sum(_divided_bytes(self.source.sample).values())
         source, model = self.source, self.source.model
         one = equal_micro_batches(self.batch, self.micro_batches)[-1]  # as `other_samples` has it
-        step = StepSource(model, one, source.loss_fn, source.optimizer, cuda=source.cuda)
-        techniques = self.techniques.but(frozen=())
-        on_fakes: list[Captured] = []
-
-        def looked_at(after: Captured | None) -> Captured:
-            on_fakes.append(capture(step, techniques, after=after))
-            return on_fakes[-1]
-
-        found_one = confirmed(step, techniques, looked_at, self.believed)
-        self.unconfirmed = found_one if isinstance(found_one, str) else ""
-        if self.unconfirmed == MAKES_SPARSE:
-            raise sparse_on_ranks()
-        if on_fakes:
-            self.captured = on_fakes[-1] if isinstance(found_one, str) else found_one
-        else:
-            self.captured = self._captured_on_fakes(step, techniques)
-        self.whole = _without_calls(source.priced(self.captured))
-        around = partial(regions, self.techniques, model, device_of(model).type)
-        self.calls, found, ends = chain_of(model, one, source.loss_fn, self.whole, around)
-        self.one_answer = ""
-        self.kinds = self._other_kinds(step, around)
-        self._alike = AlikeStretches(self.whole, ends, self.calls, model, batches.counted_leaf(self.weights))
+        known = self.known
+        if known is None or known.samples != batches.size(one):
+            believed = None if known is None or known.unconfirmed else known.captured
+            known = Undivided.of(source, one, self.techniques, believed)
+        self.undivided = known
+        self.calls, self.one_answer = known.calls, ""
+        self.kinds = self._other_kinds(replace(known.step, sample=one))
+        self._alike = AlikeStretches(self.whole, known.ends, self.calls, model, batches.counted_leaf(self.weights))
         self._first_alike: dict[Hashable, Stretch] = {}
         self._stand_ins: dict[Stretch, Stretch] = {}
         undivided = sum(leaf.nbytes for leaf in batches.leaves(self.batch)) - sum(self._divided_bytes.values())
         read = (Shared(f"batch {place}", size, self._readers(place)) for place, size in self._divided_bytes.items())
         self.parts = replace(
-            found, shared=(*found.shared, *read), fixed_bytes=undivided + self.own_part_bytes, recompute=True
+            known.parts,
+            shared=(*known.parts.shared, *read),
+            fixed_bytes=undivided + self.own_part_bytes,
+            recompute=True,
         )
 
-    def _captured_on_fakes(self, step: StepSource, techniques: Choices) -> Captured:
-        try:
-            return capture(step, techniques)
-        except CaptureError as error:
-            raise real_on_ranks(str(error)) from error
+    @property
+    def whole(self) -> Trace:
+        """The undivided model's, for one micro-batch."""
+        return self.undivided.trace
 
-    def _other_kinds(self, step: StepSource, around: Around) -> tuple[Batch, ...]:
+    @property
+    def unconfirmed(self) -> str:
+        """As in `Undivided`; where forwards differ, stages run nothing again."""
+        return self.undivided.unconfirmed
+
+    def _other_kinds(self, step: StepSource) -> tuple[Batch, ...]:
         """Of what the rows of the batch show. No rank learns a path while it trains, so each row is taken for what a whole batch may be like.
 
         Raises:
             InputError: on some, forward calls other parts, or parts give other things.
         """
+        captured, around = self.undivided.captured, around_forwards(step.model, self.techniques)
         of_all = replace(step, sample=self.batch, other_samples=lambda _: rows_alone(self.batch))
         techniques = self.techniques.but(micro_batches=self.micro_batches, frozen=())
         kinds = []
-        for sample in other_samples(of_all, techniques, self.captured)[0]:
+        for sample in other_samples(of_all, techniques, captured)[0]:
             one = equal_micro_batches(sample, self.micro_batches)[-1]
             trace = capture(replace(step, sample=one), self.techniques.but(frozen=())).trace
-            if path_taken(trace) == path_taken(self.captured.trace):
+            if path_taken(trace) == path_taken(captured.trace):
                 continue
             paths = [call.path for call in self.calls.calls]
             calls = find_part_calls(step.model, one, step.loss_fn, paths, around)
@@ -193,7 +143,7 @@ class StagePlanner:
             self.calls = self.calls.reading_also(with_real_reads(calls, step.model, one, step.loss_fn, around))
             kinds.append(sample)
         if not kinds:
-            self.one_answer = other_samples(replace(of_all, other_samples=None), techniques, self.captured)[1]
+            self.one_answer = other_samples(replace(of_all, other_samples=None), techniques, captured)[1]
         return tuple(kinds)
 
     def parts_now(self) -> Parts:
@@ -502,11 +452,6 @@ def _divided_bytes(batch: Batch) -> dict[int, int]:
     size = batches.size(batch)
     leaves, _ = batches.flattened(batch)
     return {place: leaf.nbytes for place, leaf in enumerate(leaves) if batches.counts_samples(leaf, size)}
-
-
-def _without_calls(trace: Trace) -> Trace:
-    """Of the whole model no plan is made, so what whole calls of its modules would take need not be known."""
-    return replace(trace, calls=tuple(replace(call, repeatable=False) for call in trace.calls))
 
 
 def _buffers(meta: TensorMeta, size: int, number: int) -> Tensor:

@@ -18,7 +18,7 @@ from memfit.hardware.network import ASSUMED_BANDWIDTH, devices_of
 from memfit.hardware.topology import Topology
 from memfit.offers import planning_for
 from memfit.pipelining.planning import PipelinePlanning, StagePlanners, settings_for
-from memfit.pipelining.stages import NotFasterError
+from memfit.pipelining.stages import SURE, NotFasterError
 from memfit.planner.candidates import check_names
 from memfit.planning import changed
 from memfit.progress import tell
@@ -293,10 +293,10 @@ class _Planning:
         Args:
             setting: the way.
             budget_bytes: of each device, where it is a pipeline; the request's if None.
-            faster_than: seconds of a step: a pipeline that cannot be faster is not planned for.
+            faster_than: seconds of a step: what cannot be faster is not planned for, and other ranks than the first one are not captured.
 
         Raises:
-            NotFasterError: it is not.
+            NotFasterError: it cannot be.
             InfeasibleError, InputError, CaptureError: as for any plan.
         """
         if is_pipeline(setting):
@@ -312,4 +312,10 @@ class _Planning:
         with frozen(self.source.model, self.request.freeze):
             setting = at_rank(setting, fullest(self.source.model, setting))
         settled = self.request.settling(sharding=setting)
-        return self.make(settled) if self.make is not None else planning_for(self.source, settled).plan()
+        if self.make is not None:
+            return self.make(settled)
+        planning = planning_for(self.source, settled)
+        at_best = planning.seconds_at_best() if faster_than < inf else 0.0
+        if SURE * at_best >= faster_than:
+            raise NotFasterError(at_best)
+        return planning.plan()

@@ -133,6 +133,10 @@ class Planning:
         assert placement is not None, "whoever asks has placed something"
         return remember(self._ask(lambda solvers: plan_by_hand(solvers, placement)), self)
 
+    def seconds_at_best(self) -> float:
+        """Of a step of the baseline, on the rank that was captured first, with nothing dropped and an engine that takes no time."""
+        return self._ask(lambda solvers: solvers.baseline.trace.plain_step_seconds)
+
     def plain_step(self) -> PlainStep:
         """The figures of the baseline with nothing dropped."""
         return self._ask(plain_step)

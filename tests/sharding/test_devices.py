@@ -15,12 +15,15 @@ from torch.distributed.fsdp import fully_shard
 import memfit
 import small
 from memfit.capture.process_group import fake_mesh
+from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import known_machine
 from memfit.hardware.network import ASSUMED_BANDWIDTH, ASSUMED_LATENCY_SECONDS, collective_seconds, devices_of
 from memfit.hardware.topology import PeerLink, Topology
-from memfit.planning import planning_of
+from memfit.planning import Planning, planning_of
 from memfit.sharding.roles import fullest, roles_of
+from memfit.techniques.choices import Choices
 from memfit.techniques.sharding import ONE_UNIT, setting_of, way_of
+from memfit.units import format_seconds
 from sharding import steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,6 +56,35 @@ def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told(
         "ring of links of 50 GB/s" in planned("4x1GiB@50GB/s", fixed={"sharding": "data", "micro_batches": 1}).explain()
     )
     assert memfit.Plan.from_json(tight.to_json()).prediction == tight.prediction
+
+
+def test_of_a_way_that_cannot_be_faster_no_other_ranks_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The uneven model's parameters give each rank of ZeRO 1 other state, and so a capture of its own."""
+    captured: list[str] = []
+    trace_of = TraceSource.trace_of
+
+    def noting(source: TraceSource, choices: Choices, *rest: Any) -> Any:
+        captured.append(choices.sharding)
+        return trace_of(source, choices, *rest)
+
+    def others_of_zero1() -> set[str]:
+        """Ranks whose steps are captured beside the first one's."""
+        return {each for each in captured if each.startswith("zero1/3@")}
+
+    def ways() -> memfit.Plan:
+        captured.clear()
+        model, sample, loss_fn = steps.uneven()
+        return memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, devices=3, fixed={"micro_batches": 1})
+
+    monkeypatch.setattr(TraceSource, "trace_of", noting)
+    monkeypatch.setattr(Planning, "seconds_at_best", lambda _: 0.0)
+    ways()
+    assert others_of_zero1()
+    monkeypatch.setattr(Planning, "seconds_at_best", lambda _: 2.0)
+    plan = ways()
+    assert plan.choices.sharding == "data/3"
+    assert not others_of_zero1()
+    assert f"optimizer state sharded (ZeRO 1) on 3 ranks: {format_seconds(2.0)} a step at best" in plan.rejected
 
 
 @pytest.mark.slow

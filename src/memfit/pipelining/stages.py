@@ -25,7 +25,7 @@ from memfit.step.part_calls import PartCalls
 from memfit.values.pipeline import Message, PipelinePlan
 from memfit.values.stages import Cut, Line, Parts, Recompute, Schedule, StageCost
 
-# Parts by themselves take about as long as in stages, which do more around them.
+# Of what a step takes at best. Parts by themselves take about as long as in stages, which do more around them.
 SURE: Final = 0.97
 ROUNDS: Final = 20  # of cutting again with what the captured stages have shown, until the best of these cuts is taken
 

@@ -150,6 +150,31 @@ def test_blocks_in_a_row_are_called_one_after_the_other() -> None:
     assert [path for path, _ in longest.modules] == [f"blocks.{n}" for n in range(8)]
 
 
+class Attending(nn.Module):
+    """Each attention is given one tensor three times, and asks whether its query is its key: then it has one product in place of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+def test_a_tensor_that_is_given_several_times_is_one_tensor_the_second_time() -> None:
+    torch.manual_seed(0)
+    model, batch = Attending(), torch.randn(4, 32, 16)
+    base = undivided(model, batch, loss_of)
+    reference = outcome_of(model, batch, loss_of)
+    for number, order in enumerate(call_plans(base).orders):
+        made = plan_of_calls(base, number, len(order))
+        assert made.script.repeated_calls
+        found = outcome_of(model, batch, loss_of, memfit.apply(made, model, loss_of, None))
+        assert found.differs(reference) is None
+
+
 def test_a_plan_with_calls_survives_its_file(tmp_path: Any) -> None:
     _, _, base = blocks()
     made = plan_of_calls(base, 0, 3)

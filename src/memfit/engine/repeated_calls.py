@@ -131,7 +131,16 @@ class MadeCalls:
             if self.script.random:
                 drawn_from = dict.fromkeys((_CPU, device))
                 self._states = [(generators.of_device(each).get_state(), each) for each in drawn_from]
-        self._calls.append((forward, copied((args, kwargs), torch.Tensor, self._argument)))
+        noted: dict[
+            int, _Passed | _Returned
+        ] = {}  # one for each tensor, as attention asks whether its query is its key
+
+        def argument(tensor: torch.Tensor) -> _Passed | _Returned:
+            if id(tensor) not in noted:
+                noted[id(tensor)] = self._argument(tensor)
+            return noted[id(tensor)]
+
+        self._calls.append((forward, copied((args, kwargs), torch.Tensor, argument)))
 
     def _argument(self, tensor: torch.Tensor) -> _Passed | _Returned:
         for call, returned in enumerate(self._returned):
@@ -229,13 +238,20 @@ class MadeCalls:
         returned: list[list[torch.Tensor]] = []
         last_use: dict[int, int] = {}  # of what each call returns: the last call that is given some of it
 
+        passed: dict[_Passed, torch.Tensor] = {}  # to one call
+
         def argument(noted: _Passed | _Returned) -> torch.Tensor:
-            return noted.again() if isinstance(noted, _Passed) else returned[noted.call][noted.place]
+            if isinstance(noted, _Returned):
+                return returned[noted.call][noted.place]
+            if noted not in passed:
+                passed[noted] = noted.again()
+            return passed[noted]
 
         for number, (_, arguments) in enumerate(self._calls):
             last_use.update((noted.call, number) for noted in found(arguments, _Returned))
         for number, (forward, arguments) in enumerate(self._calls):
             args, kwargs = copied(arguments, (_Passed, _Returned), argument)
+            passed.clear()
             for call, last in last_use.items():
                 if last == number:
                     returned[call].clear()  # as in forward, what nothing reads any more goes

@@ -575,6 +575,28 @@ def test_what_a_loss_function_holds_is_predicted_and_measured(fraction: float, h
     assert memfit.measure(layers(), rows(), losses[held], adamw).peak_bytes == plan.prediction.plain_peak_bytes
 
 
+class Distilled(nn.Module):
+    """Hides its teacher from `parameters()`, as an attribute that is no module of its own or in a list."""
+
+    def __init__(self, *, in_list: bool) -> None:
+        super().__init__()
+        self.body = layers()
+        vars(self)["teacher"] = [Teacher()] if in_list else Teacher()
+
+    def forward(self, x: Tensor) -> Tensor:
+        teacher = self.teacher[0] if isinstance(self.teacher, list) else self.teacher
+        return functional.mse_loss(self.body(x), teacher(x))
+
+
+@pytest.mark.parametrize("held", ["in a list", "alone"])
+def test_a_teacher_that_a_model_hides_is_predicted_and_measured(held: str) -> None:
+    model = Distilled(in_list=held == "in a list")
+    plan = plan_at(0.3, model, rows(), lambda m, x: m(x))
+    engine = memfit.apply(plan, model, lambda m, x: m(x), adamw)
+    engine.step(rows())
+    assert engine.step(rows(), meter=True).peak_bytes == plan.prediction.peak_bytes
+
+
 @pytest.mark.filterwarnings("ignore:a forward differed from the plan and was ended there")
 @pytest.mark.parametrize("fraction", [0.75, 0.5])
 def test_layers_that_are_frozen_half_way_stay_in_the_budget(fraction: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,24 +27,36 @@ def loss_tensors(loss_fn: Callable[..., Any] | None) -> list[torch.Tensor]:
 def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold as plain attributes, alone or in a list, tuple or dictionary: there before a step, and counted in it.
 
-    So are those that hang on parameters (`hung_on`).
+    So are those that hang on parameters (`hung_on`), and all those of a module that is held so, hidden from `parameters()` (a teacher in a list).
     """
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     found: list[torch.Tensor] = []
+
+    def add(tensors: Iterable[torch.Tensor | None]) -> None:
+        for tensor in tensors:
+            if tensor is not None and id(tensor) not in known and not isinstance(tensor, Absent):
+                known.add(id(tensor))
+                found.append(tensor)
+
     for parameter in model.parameters():
-        for item in hung_on(parameter):
-            if id(item) not in known:
-                known.add(id(item))
-                found.append(item)
-    for module in model.modules():
+        add(hung_on(parameter))
+    waiting = list(model.modules())
+    seen = set(waiting)
+    for module in waiting:  # grows
         for name, value in module.__dict__.items():
             if name in {"_parameters", "_buffers", "_modules"}:
                 continue
             held = value.values() if isinstance(value, dict) else value
             for item in held if isinstance(value, (list, tuple, dict)) else (value,):
-                if isinstance(item, torch.Tensor) and id(item) not in known and not isinstance(item, Absent):
-                    known.add(id(item))
-                    found.append(item)
+                if isinstance(item, torch.Tensor):
+                    add((item,))
+                elif isinstance(item, torch.nn.Module):
+                    hidden = [each for each in item.modules() if each not in seen]
+                    seen.update(hidden)
+                    waiting += hidden
+                    for each in hidden:
+                        own = each._parameters.values()  # noqa: SLF001 - `parameters` would go through what is registered, too
+                        add((*own, *each._buffers.values(), *(p.grad for p in own if p is not None)))  # noqa: SLF001 - as above
     return found
 
 

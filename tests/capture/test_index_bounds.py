@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.nn import functional
 import memfit
 import small
 from memfit.capture import index_bounds
-from memfit.capture.index_bounds import _InBounds
+from memfit.capture.index_bounds import _InBounds, indices_checked
 from memfit.dispatch import DispatchMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,5 +119,37 @@ def test_what_is_taken_for_labels_never_reaches_a_table_masked() -> None:
     sample = (small.rows(16)[0], torch.randint(10, (16, 6)))
     with Kernels() as kernels:
         plan = memfit.plan(Conditioned(), sample, lambda m, b: m(*b), 1 << 50, small.adamw, fixed={"micro_batches": 2})
+    assert plan.choices.micro_batches == 2
+    assert not kernels.raised
+
+
+@pytest.mark.parametrize("form", ["padded", "one after the other"])
+@given(targets=st.lists(st.integers(-2, 6), min_size=6, max_size=6), lengths=st.tuples(*[st.integers(0, 3)] * 2))
+def test_targets_of_ctc_are_looked_at_on_every_device(form: str, targets: list[int], lengths: tuple[int, int]) -> None:
+    rows = torch.tensor(targets).view(2, 3)
+    counted = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    given_as = rows if form == "padded" else counted
+    right = bool(((counted >= 0) & (counted < 5)).all())
+    with (
+        indices_checked(torch.device("cpu")),
+        nullcontext() if right else pytest.raises(IndexError, match="out of bounds for a dimension with size 5"),
+    ):
+        functional.ctc_loss(torch.zeros(8, 2, 5).log_softmax(-1), given_as, torch.tensor([8, 8]), torch.tensor(lengths))
+
+
+class Spoken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small.chain(2)
+
+    def forward(self, x: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+        frames = self.body(x).log_softmax(-1).transpose(0, 1)
+        return functional.ctc_loss(frames, targets, torch.full_like(lengths, x.shape[1]), lengths)
+
+
+def test_targets_of_ctc_are_no_labels_to_be_masked() -> None:
+    sample = (torch.randn(8, 20, small.WIDTH), torch.randint(1, small.WIDTH, (8, 6)), torch.full((8,), 6))
+    with Kernels() as kernels:
+        plan = memfit.plan(Spoken(), sample, lambda m, b: m(*b), 1 << 50, small.adamw, fixed={"micro_batches": 2})
     assert plan.choices.micro_batches == 2
     assert not kernels.raised

@@ -432,6 +432,29 @@ def test_what_updates_parameters_as_their_gradients_come_is_not_set_off() -> Non
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("takes", ["by backward", "by backward, and clears", "by grad"])
+def test_a_loss_that_touches_gradients_does_not_split(takes: str) -> None:
+    """Adversarial training, whose step towards worse inputs leaves gradients in the parameters, clears those that are there, or does neither."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        first = small.squared_error(model, (x, batch[1]))
+        if takes == "by grad":
+            (gradient,) = torch.autograd.grad(first, x)
+        else:
+            first.backward()
+            gradient = x.grad
+        if takes == "by backward, and clears":
+            model.zero_grad()
+        return small.squared_error(model, (batch[0] + 0.1 * gradient.sign(), batch[1]))
+
+    model = small.chain(1)
+    found = find_splitting(model, small.rows(8), loss_fn)
+    assert found.weights == ("samples" if takes == "by grad" else None)
+    assert takes == "by grad" or "itself changes gradients of parameters" in found.reason
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_loss_that_leaves_a_class_out_is_found_where_a_sample_is_of_it() -> None:
     """Only the last sample is."""
     x, labels = torch.randn(16, small.WIDTH), torch.arange(16) % 9 + 1

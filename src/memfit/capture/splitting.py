@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -73,12 +73,14 @@ class _Deterministic(DispatchMode):
     Attributes:
         low_precision: 16-bit operations ran.
         moved: names of the parameters that are not trained and that forward wrote.
+        cleared: forward or loss changed the gradients that were there.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.low_precision = False
         self.moved: dict[str, None] = {}
+        self.cleared = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -190,6 +192,13 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
                 float("inf"),
                 f"forward itself writes {len(mode.moved)} parameters that are not trained ({which}), and with micro-batches would do so several times a step",
             )
+        if mode.cleared:
+            return Splitting(
+                None,
+                float("inf"),
+                "forward or loss itself changes gradients of parameters (zero_grad, or a backward of its own), and with micro-batches would change those of "
+                "earlier ones: torch.autograd.grad takes gradients and leaves parameters alone",
+            )
         micro_batches = batches.split(few, [count - 1, 1])
         try:
             of_each = _gradients(model, micro_batches, loss_fn, mode)
@@ -252,11 +261,32 @@ def _gradients(
         for micro_batch in micro_batches:
             given = batches.map_tensors(float64_copy, micro_batch) if in_float64 else micro_batch
             with batch_kept(given):
-                found = _gradients_of(batches.loss_of(model, given, loss_fn), compared, model)
+                with _gradients_there(compared, mode):
+                    loss = batches.loss_of(model, given, loss_fn)
+                found = _gradients_of(loss, compared, model)
+                del loss
             gradients.append([_dense(p, g) for p, g in zip(compared, found, strict=True)])
             del found
         mode.moved.update(dict.fromkeys(name for name in written() if name in untrained))
         return gradients
+
+
+@contextmanager
+def _gradients_there(parameters: Sequence[nn.Parameter], mode: _Deterministic) -> Iterator[None]:
+    """Inside, parameters have gradients, as those of earlier micro-batches would be; noted is whether they are touched, as by a loss that clears them."""
+    given = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+    versions = [gradient._version for gradient in given]
+    for parameter, gradient in zip(parameters, given, strict=True):
+        parameter.grad = gradient
+    try:
+        yield
+        mode.cleared |= any(
+            parameter.grad is not gradient or gradient._version != version
+            for parameter, gradient, version in zip(parameters, given, versions, strict=True)
+        )
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
 
 
 def _gradients_of(

@@ -89,7 +89,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize(("optimizer", "micro_batches"), [(sgd, 1), (sgd, 4), (sparse_adam, 1)])
+@pytest.mark.parametrize(("optimizer", "micro_batches"), [(sgd, 1), (sgd, 4), (sparse_adam, 1), (sparse_adam, 4)])
 def test_sparse_gradients_are_counted(optimizer: Callable[..., torch.optim.Optimizer], micro_batches: int) -> None:
     """Fake tensors run them, and tell nothing of their bytes; those of several micro-batches are listed one after the other."""
     torch.manual_seed(0)

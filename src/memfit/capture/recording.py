@@ -230,11 +230,13 @@ class _StepRecording:
             with watching(model) if program.choices.frozen else nullcontext() as self.forced:
                 if not first and (several or inside):
                     program.forward_backward(earlier, self._weight, recorder)
-                    # Sparse gradients grow with each micro-batch: their elements are listed one after the other.
-                    if _graded(model) is None:
-                        for more in self._micro_batches[1:-1]:
+                    # Sparse gradients grow with each micro-batch: their elements are listed one after the other. An optimizer that adds up those of one
+                    # place has as many as there are places, so each micro-batch has to be its own.
+                    if several and _graded(model) is None:
+                        program.clear()
+                        for each in self._micro_batches[:-1]:
                             recorder.unrecorded.clear()
-                            program.forward_backward(more, self._weight, recorder)
+                            program.forward_backward(each, self._weight, recorder)
                 elif not first:
                     with recorder:
                         loss = program.loss(self._source.sample)

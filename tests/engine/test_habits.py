@@ -575,6 +575,35 @@ def test_what_a_loss_function_holds_is_predicted_and_measured(fraction: float, h
     assert memfit.measure(layers(), rows(), losses[held], adamw).peak_bytes == plan.prediction.plain_peak_bytes
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.outer(functional.gelu(self.inner(self.norm(x))))
+        return y
+
+
+@pytest.mark.parametrize("reads", ["nothing", "the norm"])
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_gradients_that_a_hook_of_a_module_keeps_are_not_added_to(fraction: float, reads: str) -> None:
+    """Torch keeps those of outputs until those of inputs are there: what comes by the residual and through the block is added up in memory of its own."""
+    model, norms = nn.Sequential(nn.Linear(16, 16), *(Residual() for _ in range(6))), []
+
+    def hook(_: nn.Module, __: Any, up: Any) -> None:
+        if reads == "the norm":
+            norms.append(float(up[0].norm()))
+
+    for block in model[1:]:
+        block.register_full_backward_hook(hook)
+    x = torch.randn(1024, 16)
+    plan = plan_at(fraction, model, x, squares)
+    engine = memfit.apply(plan, model, squares, adamw)
+    engine.step(x)
+    assert engine.step(x, meter=True).peak_bytes == plan.prediction.peak_bytes
+
+
 class Distilled(nn.Module):
     """Hides its teacher from `parameters()`, as an attribute that is no module of its own or in a list."""
 

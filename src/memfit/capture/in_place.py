@@ -6,6 +6,7 @@ Autograd adds gradients up in place, and some backward formulas write into their
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +39,8 @@ _WRITES_IN_CROSS_ENTROPY: Final = {
 _FORMULA_BY_VALUES: Final = ("ProdBackward", "CumprodBackward")
 # Whose formulas scatter or fill out of place, watched or not.
 _NEVER_IN_PLACE: Final = ("ScatterReduceBackward", "IndexReduceBackward", "CumprodBackward")
+
+_REFERENCES: Final = 4  # to an argument of an operation where it is looked at and nothing else holds it: those of the recorder, and of the count itself
 
 
 class UnwatchedBackward:
@@ -93,6 +96,8 @@ class UnwatchedBackward:
         """The operation that runs instead, on the first argument in place, when no dispatch mode is on; None where it is the same."""
         if not args or not isinstance(args[0], torch.Tensor) or not dispatch.has_storage(args[0]):
             return None
+        # Torch counts all that hold a tensor in Python as one: a backward hook of a module keeps the gradient of its output, say.
+        held_in_python = sys.getrefcount(args[0]) > _REFERENCES
         known = self._lifetimes.id_of(args[0])
         if known is None:
             return None
@@ -107,7 +112,8 @@ class UnwatchedBackward:
             done = self._holds and not self._unpacked
             if not done and (known in self._read or known in self._made or (self._by_the_user and self._holds)):
                 return None
-            return torch.ops.aten.add_.Tensor if dispatch.is_dense(old) and _held_once(old) else None
+            alone = dispatch.is_dense(old) and not held_in_python and _held_once(old)
+            return torch.ops.aten.add_.Tensor if alone else None
         if known not in self._made or self._by_the_user or _named(self._node, _NEVER_IN_PLACE):
             return None
         instead = _WRITES_INTO_ITS_OWN.get(func)

@@ -159,6 +159,28 @@ def test_micro_batches_that_would_write_again_are_refused(name: str) -> None:
         memfit.plan(model, batch(0), loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 2})
 
 
+@pytest.mark.parametrize("held", ["by the model", "by the loss"])
+def test_an_encoder_that_is_hidden_is_left_alone_by_planning_and_refused_in_micro_batches(held: str) -> None:
+    pair = Pair()
+    follower = pair.key
+    del pair.key
+    vars(pair)["key"] = follower  # as in a list: it is among no parameters
+    model = pair if held == "by the model" else pair.query
+    with torch.no_grad():
+        for parameter in follower.parameters():
+            parameter.add_(0.1)  # else the first moves change nothing
+    before = small.state_of(follower)
+
+    def loss_fn(_: nn.Module, x: tuple[Tensor, ...]) -> Tensor:
+        loss: Tensor = pair(x[0]).square().mean()
+        return loss
+
+    with pytest.raises(SplitError, match=r"forward itself writes 12 parameters that are not trained \(Sequential\.0\."):
+        memfit.plan(model, batch(0), loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 2})
+    memfit.fit(model, batch(0), loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 1})
+    assert small.same(small.state_of(follower), before)
+
+
 class Drifting(nn.Module):
     """A buffer that forward moves and the next forward reads."""
 

@@ -595,7 +595,7 @@ def test_gradients_that_a_hook_of_a_module_keeps_are_not_added_to(fraction: floa
         if reads == "the norm":
             norms.append(float(up[0].norm()))
 
-    for block in model[1:]:
+    for block in list(model)[1:]:
         block.register_full_backward_hook(hook)
     x = torch.randn(1024, 16)
     plan = plan_at(fraction, model, x, squares)

@@ -22,7 +22,14 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.cuda.kernels import CudaKernels
 from memfit.capture.index_bounds import indices_checked
-from memfit.capture.isolation import batch_kept, lent, with_copied_storage
+from memfit.capture.isolation import (
+    batch_kept,
+    hidden_kept,
+    hidden_parameters,
+    lent,
+    parameters_kept,
+    with_copied_storage,
+)
 from memfit.capture.known_results import KnownResults
 from memfit.capture.process_group import OnFakeTensors, fake_mesh
 from memfit.capture.recording import record
@@ -128,6 +135,7 @@ def on_fakes(
         indices_checked(target),  # what is computed from a part of the batch alone runs for real
         forked_generators(),
         batch_kept(source.sample),
+        hidden_kept(source.model, source.loss_fn),
         lent(source.model, fake, source.loss_fn),
         mode,
         KnownResults(),
@@ -195,7 +203,13 @@ def capture_real(source: StepSource, choices: Choices = BASELINE) -> Captured:
 
     micro_batches = source.micro_batches(choices.micro_batches)
     identity = model_digest(source.model)
-    with forked_generators(), batch_kept(source.sample), lent(source.model, copy, source.loss_fn):
+    hidden = hidden_parameters(source.model, source.loss_fn)  # those of the model are lent
+    with (
+        forked_generators(),
+        batch_kept(source.sample),
+        parameters_kept(source.model, source.loss_fn) if hidden else nullcontext(),
+        lent(source.model, copy, source.loss_fn),
+    ):
         convert(choices, source.model)
         captured = record(source, micro_batches, choices, tensors="real")
     return replace(captured, trace=replace(captured.trace, model=_identity(identity, captured, choices)))

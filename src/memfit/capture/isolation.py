@@ -127,21 +127,57 @@ def with_copied_storage(tensor: torch.Tensor, copied: dict[int, torch.UntypedSto
     return fresh.requires_grad_(tensor.requires_grad)
 
 
+def hidden_parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of modules that the model has not registered (a teacher in a list) or that the loss function holds; each with its path."""
+    own = set(model.modules())
+    found = {id(p): ("", p) for p in model.parameters()}
+    number = len(found)
+    for module in Attributes([*own, *held_by(loss_fn)]).modules:  # what is held before what is in it
+        if module not in own:
+            for path, parameter in module.named_parameters(type(module).__name__):
+                found.setdefault(id(parameter), (path, parameter))
+    return list(found.values())[number:]
+
+
 @contextmanager
-def parameters_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
+def hidden_kept(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
+    """What a forward on fake tensors writes into `hidden_parameters`, which stay real, is undone at exit.
+
+    They are copied first, into the host's memory, as the batch is (`batch_kept`); more than `LARGEST_PRIVATE_BYTES` of them are taken for a teacher that rests.
+    """
+    hidden = [p for _, p in hidden_parameters(model, loss_fn) if p.device.type != "meta" and has_storage(p)]
+    if sum(p.numel() * p.element_size() for p in hidden) > LARGEST_PRIVATE_BYTES:
+        hidden = []
+    before = [(p, p.detach(), p._version, p.detach().to("cpu", copy=True)) for p in hidden]
+    try:
+        yield
+    finally:
+        for parameter, alias, version, contents in before:
+            if storage_key(parameter) != storage_key(alias):
+                parameter.data = alias
+            if not torch.equal(alias.cpu(), contents):  # writes past autograd (`.data`) change no version
+                alias.copy_(contents)
+            if parameter._version != version:
+                torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+
+
+@contextmanager
+def parameters_kept(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[Callable[[], list[str]]]:
     """What a real forward writes into parameters (a momentum encoder's average, `p.data = ...`) is undone at exit, versions included.
 
-    Only what is written is copied, at its first write: a copy of all parameters may be more than there is memory for.
+    Only what is written is copied, at its first write: a copy of all parameters may be more than there is memory for. Those of `hidden_parameters` are kept,
+    too.
 
     Yields:
         A function that names the parameters written so far.
     """
-    before = [(parameter, parameter.detach(), parameter._version) for parameter in model.parameters()]
+    named = [*model.named_parameters(), *hidden_parameters(model, loss_fn)]
+    before = [(parameter, parameter.detach(), parameter._version) for _, parameter in named]
     gradients = [(parameter, parameter.grad) for parameter, _, _ in before]
     watch = _CopiesAtWrite(storage_key(alias) for _, alias, _ in before if has_storage(alias))
     for parameter, _ in gradients:
         parameter.grad = None  # a forward that runs a backward of its own adds to gradients
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in named]
 
     def written_so_far() -> list[str]:
         there = [(name, p, alias) for name, (p, alias, _) in zip(names, before, strict=True) if has_storage(alias)]

@@ -56,7 +56,7 @@ def forward_for_real(source: StepSource, choices: Choices = BASELINE) -> Iterato
     with (
         indices_checked(device_of(source.model)),
         forked_generators(),
-        parameters_kept(source.model),
+        parameters_kept(source.model, source.loss_fn),
         lent(source.model, _copied if converting(choices) else _private, source.loss_fn),
     ):
         convert(choices, source.model)
@@ -91,7 +91,7 @@ def refused_by_torch(source: StepSource, choices: Choices = BASELINE) -> None:
         indices_checked(device_of(model)),
         forked_generators(),
         batch_kept(few),
-        parameters_kept(model),
+        parameters_kept(model, source.loss_fn),
         lent(model, _copied if converting(choices) else _private, source.loss_fn),
     ):
         convert(choices, model)

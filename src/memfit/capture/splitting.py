@@ -254,8 +254,13 @@ def _gradients(
         return tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
     widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
-    untrained = {name for name, p in model.named_parameters() if not p.requires_grad}
-    with parameters_kept(model) as written, lent(model, float64_copy if in_float64 else own, loss_fn), mode, widening:
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with (
+        parameters_kept(model, loss_fn) as written,
+        lent(model, float64_copy if in_float64 else own, loss_fn),
+        mode,
+        widening,
+    ):
         compared = _compared([p for p in model.parameters() if p.requires_grad])
         gradients = []
         for micro_batch in micro_batches:
@@ -267,7 +272,7 @@ def _gradients(
                 del loss
             gradients.append([_dense(p, g) for p, g in zip(compared, found, strict=True)])
             del found
-        mode.moved.update(dict.fromkeys(name for name in written() if name in untrained))
+        mode.moved.update(dict.fromkeys(name for name in written() if name not in trained))
         return gradients
 
 

@@ -24,10 +24,14 @@ def loss_tensors(loss_fn: Callable[..., Any] | None) -> list[torch.Tensor]:
     return found
 
 
-def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+def model_tensors(model: torch.nn.Module, *, hidden: bool = True) -> list[torch.Tensor]:
     """Tensors that modules hold as plain attributes, alone or in a list, tuple or dictionary: there before a step, and counted in it.
 
-    So are those that hang on parameters (`hung_on`), and all those of a module that is held so, hidden from `parameters()` (a teacher in a list).
+    So are those that hang on parameters (`hung_on`).
+
+    Args:
+        model: whose modules.
+        hidden: also all tensors of modules that are held so, hidden from `parameters()` (a teacher in a list).
     """
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     found: list[torch.Tensor] = []
@@ -50,11 +54,11 @@ def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
             for item in held if isinstance(value, (list, tuple, dict)) else (value,):
                 if isinstance(item, torch.Tensor):
                     add((item,))
-                elif isinstance(item, torch.nn.Module):
-                    hidden = [each for each in item.modules() if each not in seen]
-                    seen.update(hidden)
-                    waiting += hidden
-                    for each in hidden:
+                elif hidden and isinstance(item, torch.nn.Module):
+                    inner = [each for each in item.modules() if each not in seen]
+                    seen.update(inner)
+                    waiting += inner
+                    for each in inner:
                         own = each._parameters.values()  # noqa: SLF001 - `parameters` would go through what is registered, too
                         add((*own, *each._buffers.values(), *(p.grad for p in own if p is not None)))  # noqa: SLF001 - as above
     return found

@@ -285,6 +285,8 @@ def frontier(
     Returns:
         Plans by decreasing peak, each no slower than any with a smaller peak.
     """
+    if not isinstance(points, int):
+        raise InputError(f"points={points!r}: a whole number of at least 3 is needed")
     request = requested(
         model,
         host_budget=host_budget,

@@ -32,7 +32,7 @@ from memfit.sharding.sharded import ShardedModel
 from memfit.sharding.ways import follow_device, group_of, shard
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
-from memfit.step.given import check_model, loss_function, optimizer_factory
+from memfit.step.given import check_model, check_optimizer, check_trains, loss_function, optimizer_factory
 from memfit.step.program import OptimizerFactory, default_optimizer
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.initialisation import Fill, reset
@@ -71,11 +71,13 @@ def apply(
 
     Raises:
         PlanFileError: the plan is for another model.
-        InputError: the model is compiled, or runs kernels of other packages (`memfit.plan` refuses it, too).
+        InputError: the model is compiled, or runs kernels of other packages (`memfit.plan` refuses it, too); or the optimizer is over another model.
         InfeasibleError: a lower tier does not have the space for what is offloaded to it.
         EngineError: no file can be created in the folder.
     """
     check_model(model)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_trains(optimizer, model)
     have = _digest(model, plan.choices.frozen)
     planned = plan.model.split("/")  # before its first forward, and after it
     conversion = conversion_of(model, have)
@@ -119,6 +121,7 @@ def apply(
             chosen = sharded.optimizer(chosen, lambda made: arranged(made, plan.choices, model, lower_tier))
     elif chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen([p for p in model.parameters() if p.requires_grad])
+        check_optimizer(chosen)
     if chosen is not None and sharded is None:
         chosen = arranged(chosen, plan.choices, model, lower_tier)
     stream: LayerStream | None = None

@@ -101,6 +101,8 @@ def _what_instead(batch: Batch) -> str:
     held = f" but {', '.join(kinds)}" if kinds else ""
     if "ndarray" in kinds:
         return f"{held} (torch.from_numpy makes a tensor of an array)"
+    if any(isinstance(each, torch.Tensor) for each in getattr(batch, "__dict__", {}).values()):
+        return f"{held} (of an object that holds tensors, give these in a dictionary: vars(batch))"
     if isinstance(batch, Iterable) and not isinstance(batch, (str, Mapping, list, tuple, torch.Tensor)):
         return f"{held} (of what gives batches, hand over one: next(iter(loader)))"
     return held

@@ -429,6 +429,10 @@ def _planning(made: Plan | TraceBundle | Trace) -> PlansAgain:
         return Planning(TraceBundle.of(made))
     if isinstance(made, TraceBundle):
         return Planning(made)
+    if not isinstance(made, Plan):
+        raise InputError(
+            f"{type(made).__name__} is nothing to plan again from: give a plan (an engine has it as engine.plan), or what memfit.record gave"
+        )
     origin = origin_of(made)
     if origin is None:
         raise InputError(

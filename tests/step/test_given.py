@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,8 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
         ({"budget": "-3GiB"}, "budget: '-3GiB' is not a number of bytes, as it is negative"),
         ({"optimizer": [adamw, adamw]}, "optimizer holds 2 optimizers, .* plan each of them on its own"),
         ({"optimizer": lambda p: (adamw(p), 3)}, "optimizer gave a tuple of 2: it has to return one torch.optim.Optimizer"),
+        ({"optimizer": lambda p: None}, "optimizer gave None: it has to return one torch.optim.Optimizer"),
+        ({"sample": SimpleNamespace(x=torch.zeros(2, 8))}, r"but SimpleNamespace \(of an object that holds tensors, .* vars\(batch\)\)"),
         ({"optimizer": 1e-3}, "optimizer=0.001: write optimizer=lambda parameters"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS calls a closure that runs forward and backward again"),
         ({"optimizer": torch.optim.SGD(classifier().parameters())}, r"the optimizer \(SGD\) holds parameters that are not the model's"),
@@ -222,6 +225,20 @@ def test_a_trainer_alone_is_told_what_to_call() -> None:
 def test_a_device_is_a_name() -> None:
     with pytest.raises(InputError, match='device=0 is no name of a GPU: write one, such as device="rtx4090"'):
         memfit.plan(classifier(), batch(), loss_fn, "1GiB", adamw, device=0)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_another_model_is_not_applied() -> None:
+    model = classifier()
+    plan = memfit.plan(model, batch(), nn.CrossEntropyLoss(), 1 << 50)
+    with pytest.raises(InputError, match=r"the optimizer \(SGD\) holds none of the model's parameters"):
+        memfit.apply(plan, model, optimizer=torch.optim.SGD(classifier().parameters()))
+
+
+def test_what_is_planned_again_from_is_named() -> None:
+    with pytest.raises(InputError, match="Sequential is nothing to plan again from: give a plan"):
+        memfit.smallest_budget(classifier())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="points='4': a whole number"):
+        memfit.frontier(classifier(), batch(), nn.CrossEntropyLoss(), points="4")  # type: ignore[arg-type]
 
 
 def test_a_plan_for_a_gpu_is_not_applied_to_a_model_on_the_cpu() -> None:

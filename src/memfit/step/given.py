@@ -206,11 +206,25 @@ def check_optimizer(made: Any) -> None:
     """Check that what a factory made is one optimizer.
 
     Raises:
-        InputError: it is something else.
+        InputError: it is something else, or nothing: a `return` was forgotten.
     """
-    if made is not None and not hasattr(made, "param_groups"):
+    if not hasattr(made, "param_groups"):
         raise InputError(
             f"optimizer gave {_form(made)}: it has to return one torch.optim.Optimizer over the parameters that it is given; several are planned one by one"
+        )
+
+
+def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Check that an optimizer is over some of this model's parameters.
+
+    Raises:
+        InputError: it is over those of another one, a copy, say.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise InputError(
+            f"the optimizer ({type(optimizer).__name__}) holds none of the model's parameters, so nothing would be trained: make it from model.parameters() "
+            "of the very model that is handed over"
         )
 
 
@@ -294,6 +308,8 @@ def _name_of(criterion: Any) -> str:
 
 
 def _form(value: Any) -> str:
+    if value is None:
+        return "None"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, Mapping):

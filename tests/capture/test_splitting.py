@@ -455,6 +455,35 @@ def test_a_loss_that_touches_gradients_does_not_split(takes: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_list_with_a_tensor_for_each_sample_is_told() -> None:
+    """Images of unlike sizes, whose first dimension is colours."""
+    images = [torch.randn(3, small.WIDTH) for _ in range(6)]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        y: Tensor = model(torch.stack([image.mean(0) for image in batch["images"]]))
+        return functional.cross_entropy(y, batch["labels"])
+
+    found = find_splitting(small.chain(1), {"images": images, "labels": torch.arange(6)}, loss)
+    assert found.weights is None
+    assert (
+        "along the first dimension of 'images.0' (3 of them), and a list with a tensor for each sample" in found.reason
+    )
+
+
+def test_terms_that_are_averaged_over_labels_and_over_samples_are_told() -> None:
+    """Of two tasks, one has a label for each pixel and one for each sample."""
+    sample = (torch.randn(16, 4, small.WIDTH), torch.randint(8, (16, 4)), torch.randint(8, (16,)))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        y = model(batch[0])
+        each = functional.cross_entropy(y.flatten(0, 1), batch[1].flatten())
+        return each + functional.cross_entropy(y.mean(1), batch[2])
+
+    found = find_splitting(small.chain(1), sample, loss)
+    assert found.weights is None
+    assert "averaged over labels that are not masked, and another one over samples" in found.reason
+
+
 def test_a_loss_that_leaves_a_class_out_is_found_where_a_sample_is_of_it() -> None:
     """Only the last sample is."""
     x, labels = torch.randn(16, small.WIDTH), torch.arange(16) % 9 + 1

@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -141,6 +141,16 @@ def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None
     total = batches.size(sample)
     if total < 2:
         return Splitting(None, 0.0, "there is only one sample")
+    found = _found(model, sample, loss_fn)
+    counted = next(name for name, tensor in batches.named_leaves(sample).items() if tensor.dim() > 0)
+    container, _, place = counted.rpartition(".")
+    if found.weights is None and container and place.isdigit():
+        where = f"samples are counted along the first dimension of {counted!r} ({total} of them), and a list with a tensor for each sample is not divided"
+        return replace(found, reason=f"{found.reason}; {where}")
+    return found
+
+
+def _found(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:
     short = shortened(sample) if _is_large(model) else None
     if short is not None:
         with suppress(Exception):  # a model that takes one length only gets its samples at full length
@@ -174,7 +184,8 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
 
 def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting | None:
     """On the first samples; None where their gradient is zero."""
-    few = _with_masked_labels(rows_of(sample, count))
+    unmasked = rows_of(sample, count)
+    few = _with_masked_labels(unmasked)
     mode = _Deterministic()
     with forked_generators(), indices_checked(device_of(model)), warnings.catch_warnings():
         # Of one sample there is no standard deviation, which no step of the user's asks for.
@@ -182,7 +193,7 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
         try:
             (whole,) = _gradients(model, [few], loss_fn, mode)
         except Exception:  # noqa: BLE001 - the model may not take the masked labels
-            few = rows_of(sample, count)
+            few = unmasked
             (whole,) = _gradients(model, [few], loss_fn, mode)
         if mode.moved:
             # A momentum encoder starts as a copy of what it follows, so that its first moves change nothing that a comparison could see.
@@ -218,6 +229,8 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
                 differences = exact
             else:
                 tolerance = LOW_PRECISION_TOLERANCE if mode.low_precision else FP32_TOLERANCE
+        masked = any(one is not other for one, other in zip(batches.leaves(few), batches.leaves(unmasked), strict=True))
+        only_masked = masked and min(differences.values()) >= tolerance and _adds_up(model, unmasked, loss_fn, mode)
     for weighting, difference in differences.items():
         if difference < tolerance:
             return Splitting(weighting, difference)
@@ -225,12 +238,26 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
     if math.isnan(best):
         why = "gradients of a few samples are not finite: the loss takes a standard deviation over the batch, say, which one sample has none of"
         return Splitting(None, best, why)
+    if only_masked:
+        why = (
+            f"where labels are masked ({batches.IGNORED_LABEL}), gradients of micro-batches do not add up to the batch's: one term of the loss is averaged "
+            "over labels that are not masked, and another one over samples, so no weight of a micro-batch is right for both"
+        )
+        return Splitting(None, best, why)
     return Splitting(
         None,
         best,
         f"gradients of micro-batches do not add up to the batch's (relative difference {best:.2g} with the best weights): "
         "a layer or the loss mixes the samples of a batch, as batch norm, mixup and contrastive losses do, or forward writes what the next forward reads",
     )
+
+
+def _adds_up(model: nn.Module, few: Batch, loss_fn: LossFunction | None, mode: _Deterministic) -> bool:
+    """Whether the gradients of these samples are those of all but one and of the last, weighted in some way."""
+    micro_batches = batches.split(few, [batches.size(few) - 1, 1])
+    (whole,) = _gradients(model, [few], loss_fn, mode)
+    of_each = _gradients(model, micro_batches, loss_fn, mode)
+    return min(_differences(few, micro_batches, whole, of_each).values()) < FP32_TOLERANCE
 
 
 def _gradients(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -113,22 +114,29 @@ def counts_samples(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
 
 
-def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Views of the batch with `sizes` samples each; tensors without the batch's length in front go whole into every part."""
+def split(batch: Batch, sizes: Sequence[int], whole: Container[str] = ()) -> list[Batch]:
+    """Views of the batch with `sizes` samples each.
+
+    Tensors without the batch's length in front go whole into every part, as do the leaves that `whole` names.
+    """
     total = size(batch)
     if sum(sizes) != total:
         raise BatchError(f"cannot split {total} samples into parts of {list(sizes)}")
-    return [batch] if len(sizes) == 1 else sliced(batch, sizes)
+    return [batch] if len(sizes) == 1 else sliced(batch, sizes, whole)
 
 
-def sliced(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+def sliced(batch: Batch, sizes: Sequence[int], whole: Container[str] = ()) -> list[Batch]:
     """As `split`, for a batch of which some tensors are not there, so that it cannot tell its own size."""
     total = sum(sizes)
     parts = []
     start = 0
     for length in sizes:
         stop = start + length
-        parts.append(_map_all(lambda leaf, a=start, b=stop: leaf[a:b] if _along_samples(leaf, total) else leaf, batch))  # type: ignore[misc]
+
+        def part(path: Any, leaf: Any, a: int = start, b: int = stop) -> Any:
+            return leaf[a:b] if _along_samples(leaf, total) and leaf_name(path) not in whole else leaf
+
+        parts.append(map_leaves(part, batch))
         start = stop
     return parts
 
@@ -159,6 +167,19 @@ def _along_samples(leaf: Any, samples: int) -> bool:
 def planned_size(planned_signature: str) -> int:
     """Number of samples in a batch with this signature."""
     return next((shape[0] for _, _, shape in parse_signature(planned_signature) if shape), 1)
+
+
+def whole_in(batch: Batch) -> frozenset[str]:
+    """Names of the tensors of a batch without its length in front."""
+    return undivided(signature(batch))
+
+
+@cache
+def undivided(planned_signature: str) -> frozenset[str]:
+    """Names of the tensors of a batch with this signature that go whole into every part."""
+    size = planned_size(planned_signature)
+    shapes = ((name, shape) for name, _, shape in parse_signature(planned_signature) if shape is not None)
+    return frozenset(name for name, shape in shapes if not shape or shape[0] != size)
 
 
 def micro_batch_sizes(total: int, micro_batches: int) -> list[int]:

@@ -365,3 +365,41 @@ def test_what_goes_wrong_in_a_window_changes_nothing(
     assert small.same(small.state_of(model, engine.optimizer), before)
     assert all(p.grad is None for p in model.parameters())
     assert engine.steps == steps
+
+
+def test_a_list_of_samples_that_the_plan_cannot_divide_is_refused() -> None:
+    """All of one length in the sample, so that dividing them looks right; the budget would be exceeded where the first one alone is divided."""
+
+    def loss_fn(model: nn.Module, batch: tuple[list[Tensor], list[Tensor]]) -> Tensor:
+        losses = [functional.mse_loss(model(x), y) for x, y in zip(*batch, strict=True)]
+        return torch.stack(losses).mean()
+
+    def sets(*lengths: int) -> tuple[list[Tensor], list[Tensor]]:
+        return [torch.randn(n, small.WIDTH) for n in lengths], [torch.randn(n, small.WIDTH) for n in lengths]
+
+    model = small.chain(1)
+    plan = memfit.plan(model, sets(40, 40, 40), loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 2})
+    engine = memfit.apply(plan, model)
+    ragged, before = sets(35, 30, 12), small.state_of(model)
+    with pytest.raises(BatchError, match=r"'0\.1' has a length of 30 in a batch of 35 samples"):
+        engine.step(ragged)
+    assert small.same(small.state_of(model), before)
+    assert engine.step(sets(36, 20, 12)).micro_batches == 2
+
+
+def test_what_a_plan_does_not_divide_stays_whole_where_a_batch_is_as_long() -> None:
+    weights, plain = torch.rand(4) + 0.5, nn.Linear(small.WIDTH, 4)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        x, labels, weights = batch
+        return (functional.cross_entropy(model(x), labels, reduction="none") * weights[labels]).mean()
+
+    def batch(samples: int) -> tuple[Tensor, ...]:
+        return small.rows(samples)[0], torch.arange(samples) % 4, weights
+
+    plan = memfit.plan(plain, batch(16), loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 8})
+    with torch.no_grad():
+        loss = loss_fn(plain, batch(4)).item()
+    record = memfit.apply(plan, plain).step(batch(4))  # as many samples as there are classes
+    assert record.micro_batches == 2
+    assert record.loss == pytest.approx(loss, rel=1e-6)

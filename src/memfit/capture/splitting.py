@@ -210,7 +210,10 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
                 "forward or loss itself changes gradients of parameters (zero_grad, or a backward of its own), and with micro-batches would change those of "
                 "earlier ones: torch.autograd.grad takes gradients and leaves parameters alone",
             )
-        micro_batches = batches.split(few, [count - 1, 1])
+        whole_leaves = batches.whole_in(
+            sample
+        )  # of the few samples something may have their number by chance, such as class weights
+        micro_batches = batches.split(few, [count - 1, 1], whole_leaves)
         try:
             of_each = _gradients(model, micro_batches, loss_fn, mode)
         except Exception as error:  # noqa: BLE001 - e.g. batch norm over one value
@@ -230,7 +233,9 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
             else:
                 tolerance = LOW_PRECISION_TOLERANCE if mode.low_precision else FP32_TOLERANCE
         masked = any(one is not other for one, other in zip(batches.leaves(few), batches.leaves(unmasked), strict=True))
-        only_masked = masked and min(differences.values()) >= tolerance and _adds_up(model, unmasked, loss_fn, mode)
+        only_masked = (
+            masked and min(differences.values()) >= tolerance and _adds_up(model, unmasked, whole_leaves, loss_fn, mode)
+        )
     for weighting, difference in differences.items():
         if difference < tolerance:
             return Splitting(weighting, difference)
@@ -252,9 +257,11 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
     )
 
 
-def _adds_up(model: nn.Module, few: Batch, loss_fn: LossFunction | None, mode: _Deterministic) -> bool:
+def _adds_up(
+    model: nn.Module, few: Batch, whole_leaves: frozenset[str], loss_fn: LossFunction | None, mode: _Deterministic
+) -> bool:
     """Whether the gradients of these samples are those of all but one and of the last, weighted in some way."""
-    micro_batches = batches.split(few, [batches.size(few) - 1, 1])
+    micro_batches = batches.split(few, [batches.size(few) - 1, 1], whole_leaves)
     (whole,) = _gradients(model, [few], loss_fn, mode)
     of_each = _gradients(model, micro_batches, loss_fn, mode)
     return min(_differences(few, micro_batches, whole, of_each).values()) < FP32_TOLERANCE

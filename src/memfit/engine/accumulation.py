@@ -20,12 +20,22 @@ from memfit.values.report import StepRecord
 
 
 def micro_batches_of(plan: Plan, batch: Batch) -> list[Batch]:
-    """The micro-batches that a plan runs a batch in; a smaller batch than planned may be fewer."""
+    """The micro-batches that a plan runs a batch in; a smaller batch than planned may be fewer. What the plan divides is divided, and nothing else.
+
+    Raises:
+        BatchError: something that the plan divides is longer than a micro-batch and not as long as the batch, as in ragged batches.
+    """
     if plan.choices.micro_batches == 1:
         return [batch]
-    total = batches.size(batch)
-    count = -(-total // plan.choices.micro_batch_size)
-    return batches.split(batch, batches.micro_batch_sizes(total, count))
+    total, most = batches.size(batch), plan.choices.micro_batch_size
+    whole = batches.undivided(plan.signature)
+    for name, leaf in batches.named_leaves(batch).items():
+        if name not in whole and leaf.dim() and leaf.shape[0] not in {total, min(leaf.shape[0], most)}:
+            raise BatchError(
+                f"{name!r} has a length of {leaf.shape[0]} in a batch of {total} samples, and both were as long in the sample, so the plan counts on dividing "
+                'it, which cannot be done here: plan with fixed={"micro_batches": 1}, or with a sample in which they differ as in the data. It has not run'
+            )
+    return batches.split(batch, batches.micro_batch_sizes(total, -(-total // most)), whole)
 
 
 def weighted_micro_batches(plan: Plan, batch: Batch) -> list[tuple[Batch, float]] | None:

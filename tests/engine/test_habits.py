@@ -575,6 +575,26 @@ def test_what_a_loss_function_holds_is_predicted_and_measured(fraction: float, h
     assert memfit.measure(layers(), rows(), losses[held], adamw).peak_bytes == plan.prediction.plain_peak_bytes
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_a_backward_inside_the_loss_finds_no_gradients_of_an_earlier_step(fraction: float) -> None:
+    """Its peak is in that backward, where parameters get their first gradients."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        model(x).square().mean().backward()
+        assert x.grad is not None
+        return model[-1](x + x.grad).square().mean()  # type: ignore[index]
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(64, 64), nn.Tanh())), nn.Linear(64, 64))
+
+    x = torch.randn(512, 64)
+    plan = plan_at(fraction, build(), x, loss_fn)
+    engine = memfit.apply(plan, build(), loss_fn, adamw)
+    engine.step(x)
+    assert engine.step(x, meter=True).peak_bytes == plan.prediction.peak_bytes
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -241,6 +241,7 @@ class _StepRecording:
                     with recorder:
                         loss = program.loss(self._source.sample)
                     del loss
+                    program.clear()  # what a backward inside the loss has left
             if several or (inside and first):
                 for parameter in self._elsewhere():
                     parameter.grad = _as_accumulated(parameter)

@@ -169,11 +169,6 @@ def planned_size(planned_signature: str) -> int:
     return next((shape[0] for _, _, shape in parse_signature(planned_signature) if shape), 1)
 
 
-def whole_in(batch: Batch) -> frozenset[str]:
-    """Names of the tensors of a batch without its length in front."""
-    return undivided(signature(batch))
-
-
 @cache
 def undivided(planned_signature: str) -> frozenset[str]:
     """Names of the tensors of a batch with this signature that go whole into every part."""

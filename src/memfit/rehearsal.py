@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit import batches, dispatch
 from memfit.batches import Batch
-from memfit.capture.isolation import LARGEST_PRIVATE_BYTES, batch_kept, hidden_parameters
+from memfit.capture.isolation import batch_kept, hidden_to_copy
 from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, Remedy, SnapshotError
 from memfit.planning import changed, planning_of
@@ -53,9 +53,7 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1, *, held: bo
     written = {
         id(t): t for module in attributes.modules for t in (*module.buffers(), *model_tensors(module, hidden=False))
     }
-    hidden = [parameter for _, parameter in hidden_parameters(engine.model, engine.loss_fn)]
-    if sum(p.numel() * p.element_size() for p in hidden) <= LARGEST_PRIVATE_BYTES:  # as in planning
-        written |= {id(p): p for p in hidden}
+    written |= {id(p): p for p in hidden_to_copy(engine.model, engine.loss_fn)}
     with ExitStack() as stack:
         stack.enter_context(_copied_to_disk([*kept, *written.values()], own_optimizer(engine.optimizer)))
         stack.enter_context(_unchanged(engine, attributes.modules))

@@ -139,15 +139,16 @@ def hidden_parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> l
     return list(found.values())[number:]
 
 
+def hidden_to_copy(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[nn.Parameter]:
+    """Those of `hidden_parameters` that are copied before they may be written: none where they are more than `LARGEST_PRIVATE_BYTES`, a teacher that rests."""
+    hidden = [p for _, p in hidden_parameters(model, loss_fn) if p.device.type != "meta" and has_storage(p)]
+    return hidden if sum(p.numel() * p.element_size() for p in hidden) <= LARGEST_PRIVATE_BYTES else []
+
+
 @contextmanager
 def hidden_kept(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
-    """What a forward on fake tensors writes into `hidden_parameters`, which stay real, is undone at exit.
-
-    They are copied first, into the host's memory, as the batch is (`batch_kept`); more than `LARGEST_PRIVATE_BYTES` of them are taken for a teacher that rests.
-    """
-    hidden = [p for _, p in hidden_parameters(model, loss_fn) if p.device.type != "meta" and has_storage(p)]
-    if sum(p.numel() * p.element_size() for p in hidden) > LARGEST_PRIVATE_BYTES:
-        hidden = []
+    """What a forward on fake tensors writes into `hidden_to_copy`, which stay real, is undone at exit. The copies are in the host's memory, as the batch's."""
+    hidden = hidden_to_copy(model, loss_fn)
     before = [(p, p.detach(), p._version, p.detach().to("cpu", copy=True)) for p in hidden]
     try:
         yield

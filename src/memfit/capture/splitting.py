@@ -210,9 +210,8 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
                 "forward or loss itself changes gradients of parameters (zero_grad, or a backward of its own), and with micro-batches would change those of "
                 "earlier ones: torch.autograd.grad takes gradients and leaves parameters alone",
             )
-        whole_leaves = batches.whole_in(
-            sample
-        )  # of the few samples something may have their number by chance, such as class weights
+        # Of the few samples something may have their number by chance, such as class weights.
+        whole_leaves = batches.undivided(batches.signature(sample))
         micro_batches = batches.split(few, [count - 1, 1], whole_leaves)
         try:
             of_each = _gradients(model, micro_batches, loss_fn, mode)

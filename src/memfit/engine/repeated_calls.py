@@ -131,9 +131,8 @@ class MadeCalls:
             if self.script.random:
                 drawn_from = dict.fromkeys((_CPU, device))
                 self._states = [(generators.of_device(each).get_state(), each) for each in drawn_from]
-        noted: dict[
-            int, _Passed | _Returned
-        ] = {}  # one for each tensor, as attention asks whether its query is its key
+        # One for each tensor, as attention asks whether its query is its key.
+        noted: dict[int, _Passed | _Returned] = {}
 
         def argument(tensor: torch.Tensor) -> _Passed | _Returned:
             if id(tensor) not in noted:

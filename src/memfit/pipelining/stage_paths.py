@@ -112,14 +112,19 @@ class StagePaths:
             number: of the path.
             plans: of all.
         """
-        if not self.each_its_own or not any(plans):
-            return 0
-        timeline = self.timelines[number]
-        trace = timeline.trace
-        shared = trace.shared_operations
-        made = sum(trace.storages[s].bytes for op in islice(trace.in_forward(), shared) for s in op.makes)
-        levels = timeline.plain().levels[: trace.events_in_forward[shared]]
-        return int(levels.max(initial=0)) - trace.bytes_before_step + made
+        return self._until_known[number] if self.each_its_own and any(plans) else 0
+
+    @cached_property
+    def _until_known(self) -> tuple[int, ...]:
+        """On each path, with all held that is made until then: the same under every plan."""
+        found = []
+        for timeline in self.timelines:
+            trace = timeline.trace
+            shared = trace.shared_operations
+            made = sum(trace.storages[s].bytes for op in islice(trace.in_forward(), shared) for s in op.makes)
+            levels = timeline.plain().levels[: trace.events_in_forward[shared]]
+            found.append(int(levels.max(initial=0)) - trace.bytes_before_step + made)
+        return tuple(found)
 
 
 def on_paths(plan: StagePlan) -> OnPaths:

@@ -174,11 +174,6 @@ class StagePlanner:
         """The parts that read a tensor of the batch."""
         return tuple(part for part in range(len(self.calls.calls)) if place in self._read(part, part + 1))
 
-    @property
-    def keeps_everything(self) -> bool:
-        """Stages run nothing again: what their forwards run is not known well enough to follow it."""
-        return bool(self.unconfirmed)
-
     def is_captured(self, first: int, end: int) -> bool:
         """Whether this stretch itself was, as a stage."""
         return (first, end) in self._solvers
@@ -271,7 +266,7 @@ class StagePlanner:
             share: parameters of which its rank has the optimizer's state; None for the rank with the most.
             later: stages of the same rank, whose backward is before this one's. Gradients of what they have, too, are counted in them.
         """
-        assert not (self.keeps_everything and any(plans)), "what a stage runs is not known well enough"
+        assert not (self.unconfirmed and any(plans)), "what a stage runs is not known well enough"
         paths = self._paths_of(first, end, self._most_of(first, end) if share is None else share)
         on_each = paths.on_each(plans, self.solver(first, end).draws)
         found = []
@@ -348,7 +343,7 @@ class StagePlanner:
         one = self._with_messages(kept[0][0], plain, found.schedule)
         per_device = len(found.stages) // len(found.devices)
         if (
-            not self.keeps_everything
+            not self.unconfirmed
             and state + one.pass_bytes + (most - 1) * max(one.kept_bytes, one.done_bytes) > has_bytes // per_device
         ):
             kept = self._menu(first, end)

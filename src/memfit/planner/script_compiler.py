@@ -28,8 +28,9 @@ from memfit.values.trace import ModuleCall, Trace
 
 # Calls of modules that are counted in the time that following one operation takes: where the follower is off in some stretches, all of forward's are looked at.
 CALLS_AN_OPERATION: Final = 4
-Compiler: TypeAlias = Callable[[Recipes, Recomputations, frozenset[int] | None], Script]
 LEAST_KEPT: Final = 6  # operations of a stretch that is not followed: taking the follower off and putting it on again takes as long as following about four
+
+Compiler: TypeAlias = Callable[[Recipes, Recomputations, frozenset[int] | None], Script]
 
 
 def compile_calls(draws: Draws, recomputations: Recomputations) -> Script:

@@ -93,6 +93,30 @@ def test_a_loss_that_keeps_its_summands_is_put_right(tmp_path: Path) -> None:
     assert any("allocates more on this computer" in note for note in trace.notes)
 
 
+class Scattering(nn.Module):
+    """Copies of a small tensor, after work on larger ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        corner = (2 * x)[:4, :4].contiguous()
+        return sum(  # type: ignore[return-value]
+            each.square().sum()
+            for each in (
+                torch.diagonal_scatter(corner, corner[0]),
+                torch.select_scatter(corner, corner[0], 0, 0),
+                torch.slice_scatter(corner, corner[:2], 0, 0, 2),
+            )
+        )
+
+
+def test_copies_of_a_storage_are_as_large_as_it_is_in_the_step(tmp_path: Path) -> None:
+    captured = capture(StepSource(Scattering(), torch.randn(64, 64, requires_grad=True)))
+    table = CostTable(CPU, tmp_path).measure(captured.calls)
+    for op in captured.trace.operations:
+        if op.name.endswith("_scatter.default"):
+            (made,) = op.makes
+            assert table[op.key].made_bytes == (captured.trace.storages[made].bytes,), op.name
+
+
 class Convolution(nn.Module):
     """One convolution whose kernel reorders its input and weight into blocks first."""
 

@@ -37,6 +37,8 @@ _WRITTEN_BY_FORWARD: Final = frozenset({torch.uint8, torch.int64, torch.uint64})
 _INDEXED_BY_MASKS: Final = frozenset(
     {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_select"}
 )
+# They copy the whole storage that their input lies in.
+_COPYING_STORAGES: Final = frozenset(f"aten::{name}_scatter" for name in ("as_strided", "diagonal", "select", "slice"))
 
 
 class Filled:
@@ -126,7 +128,8 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
         device: where.
         shared: memory to take for arguments that are only read.
     """
-    if call.written or call.input_bytes > LARGEST_SHARED_BYTES:
+    copying = call.func._schema.name in _COPYING_STORAGES
+    if call.written or copying or call.input_bytes > LARGEST_SHARED_BYTES:
         shared = None
     specs = call.tensors
     # A step on a GPU has small tensors on the CPU, too.

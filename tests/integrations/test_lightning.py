@@ -127,6 +127,57 @@ def test_losses_are_lightnings_own_to_the_bit_and_the_peak_is_predicted(settings
     assert not any("training_step" in vars(each) for each in (inside, trainer.strategy))
 
 
+class AtOnceOrInTurn(lightning.LightningModule):  # type: ignore[name-defined]
+    """Runs both parts of a batch at once where they are of one length, else one after the other; keeps a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()[:-1]
+        self.mean = torchmetrics.MeanMetric()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = batch["first"], batch["second"]
+        runs = [torch.cat([first, second])] if first.shape == second.shape else [first, second]
+        loss = torch.stack([self.net(each).square().mean() for each in runs]).mean()
+        self.mean(loss.detach())
+        self.log("mean", self.mean)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def test_a_path_that_comes_in_training_is_planned_for_after_its_first_step_and_metrics_are_as_ever() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(8, 16, WIDTH)
+    data: Any = [
+        {"first": whole, "second": whole[:, :length]}  # as a collator that pads each to its own length makes them
+        for length in (16, 14, 14, 12)
+    ]
+    settings = {"data": torch.utils.data.DataLoader(data, batch_size=None), "use_distributed_sampler": False}
+    sample = data[0]
+    plainly, inside = AtOnceOrInTurn(), AtOnceOrInTurn()
+    plain_trainer = trained(plainly, **settings)
+    fixed = {"micro_batches": 1}
+    measured = memfit.lightning.FitToMemory("1GiB", sample=sample, fixed=fixed)
+    trained(AtOnceOrInTurn(), measured, **settings)
+    budget = measured.plan.prediction.plain_peak_bytes * 7 // 10
+    fitted = memfit.lightning.FitToMemory(budget, sample=sample, fixed=fixed, meter=True)
+    with pytest.warns(UserWarning, match="operation 0 is"):
+        trainer = trained(inside, fitted, **settings)
+
+    assert inside.losses == plainly.losses
+    assert all(map(torch.equal, inside.parameters(), plainly.parameters()))
+    assert trainer.logged_metrics == plain_trainer.logged_metrics
+    records = fitted.engine.records
+    assert [bool(record.divergences) for record in records] == [False, True, False, False]
+    assert all((record.peak_bytes or 0) <= budget for record in records if not record.divergences)
+
+
 def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path: Any) -> None:
     budget = plain_peak() * 75 // 100
     whole = Module()

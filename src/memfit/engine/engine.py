@@ -81,6 +81,7 @@ class Engine:
         folder: as given.
         planner: makes a plan for a batch whose forward diverged from the plan it fell under; None where nothing can be captured (a loaded plan).
         learner: makes a plan that also knows the path of the present step, of one that the step diverged from; None as for `planner`.
+        diverged: a batch whose forward was not as planned, until its path is learnt: the first of a step, or of the user's own loop; None otherwise.
         scaling: of the gradients, under a plan in fp16; None otherwise.
         schedule: its `step` is called after each optimizer step that is taken, not after a skipped one; None where the training loop calls it.
         backward: called with the loss in place of `loss.backward()`, as Fabric's; None for the loss's own.
@@ -123,9 +124,7 @@ class Engine:
         clear = None if sharded is None else partial(sharded.clear, accumulates=plan.choices.micro_batches > 1)
         self._transactions = Transactions(model, loss_fn, clear)
         self._compile_watch = CompileWatch()
-        self._diverged: Batch | None = (
-            None  # the first of a step, or of the user's own loop, whose forward was not as planned
-        )
+        self.diverged: Batch | None = None
         self._before_it: Deciding | None = None
         # By a weak reference: a cycle would keep the optimizer's state on the device until Python looks for cycles.
         self._steps = Steps(weakref.proxy(self), self._plans, self._transactions, self._history)
@@ -299,7 +298,7 @@ class Engine:
             self._check_held(len(listed), there)
         self._notice_what_is_trained()
         record = self._recorded(lambda: self._accumulate(micro_batches), there, self.plan.signature, meter=meter)
-        diverged, self._diverged = self._diverged, None
+        diverged, self.diverged = self.diverged, None
         if diverged is not None:
             self._steps.learn_after(diverged, self.plan.signature, self.learner, self._transactions.before)
         return record
@@ -471,8 +470,8 @@ class Engine:
             how,
             lambda part, weight: self._executor.forward_backward(program, compiled, part, weight, total),
         )
-        if total.divergences and self._diverged is None:
-            self._diverged = here
+        if total.divergences and self.diverged is None:
+            self.diverged = here
 
     def _finish(self, program: StepProgram, total: Accumulated, transaction: Transaction) -> None:
         """The rest of the step: the update, where none began in backward, and the record."""
@@ -530,12 +529,12 @@ class Engine:
             yield follower
         if learns and follower is not None and follower.divergence is not None:
             self._plans.note_divergence(signature)
-            self._diverged = batch
+            self.diverged = batch
 
     def learn_diverged(self) -> None:
         """Capture and plan for the path that the last `forward(batch)` took, where the plan does not know it. Not under a profiler, which that would end."""
-        if self._diverged is not None and not torch._C._autograd._profiler_enabled():
-            diverged, self._diverged = self._diverged, None
+        if self.diverged is not None and not torch._C._autograd._profiler_enabled():
+            diverged, self.diverged = self.diverged, None
             self._steps.learn_after(diverged, self.plan.signature, self.learner, self._before_it)
 
     # -- what it stands on ---------------------------------------------------------------------------------------------------

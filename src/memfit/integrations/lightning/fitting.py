@@ -15,8 +15,8 @@ import copy
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -149,15 +149,8 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
 
     def _plan_between_steps(self, trainer: Any, module: Any) -> None:
         """Plan as when training began; what metrics have seen so far stays."""
-        followed = vars(trainer.strategy).pop("training_step")
-        metrics = [(each, _state_of(each)) for each in module.modules() if isinstance(each, Metric)]
-        try:
-            with generators_kept(), unlogged(module):
-                self._plan_for(trainer, module, *self._batches(trainer), trainer.accumulate_grad_batches)
-        finally:
-            trainer.strategy.training_step = followed
-            for each, state in metrics:
-                vars(each).update(state)
+        with _between_steps(trainer, module):
+            self._plan_for(trainer, module, *self._batches(trainer), trainer.accumulate_grad_batches)
         self._keep_gradients(trainer, module)
 
     def _batches(self, trainer: Any) -> tuple[Batch, OtherBatches | None]:
@@ -240,7 +233,8 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         calls = Calls()
 
         def ran(part: Batch) -> Any:
-            with unlogged(module, calls), self._following():
+            self._learn_diverged(trainer)
+            with unlogged(module, calls), self._following(part):
                 return own_step(part, *rest, **named)
 
         def ran_last(part: Batch) -> Any:
@@ -264,6 +258,12 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         if output is not None:
             self._note_loss(_loss_in(output))
         return output
+
+    def _learn_diverged(self, trainer: Any) -> None:
+        """Learn the path that the forward before took, where the plan does not know it."""
+        if self._planned.diverged is not None:
+            with _between_steps(trainer, trainer.lightning_module):
+                self._planned.learn_diverged()
 
     def _own_step(self, trainer: Any, module: Any) -> Callable[..., Any]:
         """The strategy's `training_step`; on several ranks called as the module, in whose hooks gradients are made ready to be sent."""
@@ -293,6 +293,7 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
                 parameter.grad = None
         self._plan_anew(pl_module, lambda: self._plan_between_steps(trainer, pl_module))
         self._new_step()
+        self._learn_diverged(trainer)
         self._start_step(batch)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -333,6 +334,20 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         if self._ranks is not None:
             self._ranks.release()
             self._ranks = None
+
+
+@contextmanager
+def _between_steps(trainer: Any, module: Any) -> Iterator[None]:
+    """The module may be run inside as in planning: what it logs is let go, and what metrics have seen so far stays."""
+    followed = vars(trainer.strategy).pop("training_step")
+    metrics = [(each, _state_of(each)) for each in module.modules() if isinstance(each, Metric)]
+    try:
+        with generators_kept(), unlogged(module):
+            yield
+    finally:
+        trainer.strategy.training_step = followed
+        for each, state in metrics:
+            vars(each).update(state)
 
 
 def _added_up(

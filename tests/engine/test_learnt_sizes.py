@@ -116,3 +116,23 @@ def test_plans_and_paths_are_forgotten_where_there_are_too_many() -> None:
     assert len(kept) == plan_table.MOST_PLANS
     assert kept[0] is plans[0]
     assert kept[-1] is plans[-1]
+
+
+def test_a_look_at_sizes_in_vain_puts_off_looks_at_sizes_alone() -> None:
+    table = plan_table.PlanTable()
+    plan = memfit.plan(nn.Linear(HIDDEN, HIDDEN), sample(), loss_of, 1 << 50, small.adamw)
+    table.add(plan)
+
+    def look(*, outgrown: bool) -> None:
+        asked = sample(), plan.signature, plan.budget_bytes, lambda _, known: known
+        assert table.learnt(*asked, undone=True, outgrown=outgrown) == (plan,)  # type: ignore[arg-type]
+
+    look(outgrown=True)
+    assert not table.watches_sizes(plan.signature)
+    assert table.would_learn(plan.signature, undone=True)  # another path
+    for _ in range(2):
+        table.step_taken(plan.signature)
+    assert table.watches_sizes(plan.signature)
+    look(outgrown=False)
+    assert table.watches_sizes(plan.signature)
+    assert not table.would_learn(plan.signature, undone=True)

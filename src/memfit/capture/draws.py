@@ -72,11 +72,14 @@ def with_other_draws(
         longest = max(seen, key=_length)
         taken = _other_paths(longest, seen)
     trace = longest.trace
+    own, *rest = seen
     drawn = [
         tuple(s.bytes for s in other.trace.storages)
-        for other in seen
+        for other in (*rest, own)
         if same_operations(trace, other.trace) and not _same_sizes(trace, other.trace)
     ]
+    if drawn and _same_sizes(trace, own.trace):
+        drawn.append(tuple(s.bytes for s in own.trace.storages))
     notes = [
         note
         for note in (

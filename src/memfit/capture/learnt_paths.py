@@ -57,7 +57,7 @@ def as_seen(path: Trace, seen: Trace) -> Trace:
     shown = next((each for each in (seen, *seen.paths) if same_path(each, path)), None)
     if shown is not None and len(shown.storages) <= len(path.storages):
         # What is more of them is state that other paths have made (`_with_state`).
-        sizes = (*(s.bytes for s in shown.storages), *sizes[len(shown.storages) :])
+        sizes = (*_draws(shown)[-1], *sizes[len(shown.storages) :])
     storages = tuple(replace(s, bytes=size) for s, size in zip(path.storages, sizes, strict=True))
     return replace(path, storages=storages, drawn_bytes=(), paths=(), first=None)
 

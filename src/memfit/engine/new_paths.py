@@ -46,6 +46,7 @@ class PathWatch:
         self.left: str | None = None
         self.several = several
         self._sizes = sizes
+        self._watched: SizeWatch | None = None
         self._unrestored = Unrestored(model, loss_fn, frozenset(restored))
         self._written = False
 
@@ -55,7 +56,13 @@ class PathWatch:
         Args:
             only: the forward is followed by operation, on the one path there is.
         """
-        return SizeWatch(self._sizes, only=only) if self._sizes else None
+        self._watched = SizeWatch(self._sizes, only=only) if self._sizes else None
+        return self._watched
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether the forward was ended for its sizes, on a path that is known."""
+        return self._watched is not None and self._watched.outgrown
 
     def unplanned_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operation of which no plan knows writes into these."""

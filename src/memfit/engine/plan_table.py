@@ -41,6 +41,8 @@ class PlanTable:
         self._unknown: Counter[str] = Counter()  # divergences from a shape's own plan, since the last look
         self._looks: Counter[str] = Counter()
         self._vain: Counter[str] = Counter()  # looks in a row that have shown nothing new
+        self._vain_for_sizes: Counter[str] = Counter()  # those at steps that were ended for their sizes
+        self._unwatched: Counter[str] = Counter()  # steps that are not to be ended for their sizes
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -130,6 +132,14 @@ class PlanTable:
             return signature in self._plans and divergences >= 1 << self._vain[signature]
         return signature in self._plans and self._is_due(signature, divergences)
 
+    def watches_sizes(self, signature: str) -> bool:
+        """Whether a step may be ended for sizes that it will not fit with: not for some steps after a look that has shown none but known ones."""
+        return not self._unwatched[signature]
+
+    def step_taken(self, signature: str) -> None:
+        """A step of such a batch is over."""
+        self._unwatched[signature] -= self._unwatched[signature] > 0
+
     def _is_due(self, signature: str, divergences: int) -> bool:
         looks = self._looks[signature]
         patience = self._vain[signature] + max(0, looks - PROMPT_LOOKS)
@@ -152,7 +162,14 @@ class PlanTable:
             return replace(known, signature=signature)
 
     def learnt(
-        self, batch: Batch, signature: str, budget_bytes: int, learner: Learner, *, undone: bool = False
+        self,
+        batch: Batch,
+        signature: str,
+        budget_bytes: int,
+        learner: Learner,
+        *,
+        undone: bool = False,
+        outgrown: bool = False,
     ) -> tuple[Plan, ...]:
         """The plans of a shape after a look at a step that diverged from all it had. Not added yet.
 
@@ -162,6 +179,7 @@ class PlanTable:
             budget_bytes: that the plans are to have.
             learner: makes plans that also know what this step does.
             undone: as for `would_learn`.
+            outgrown: the step was ended for its sizes.
 
         Returns:
             The plans so far, the same tuple, where nothing new was seen or the step cannot be captured.
@@ -169,13 +187,16 @@ class PlanTable:
         known = self.of(signature)
         self._looks[signature] += not undone
         self._unknown[signature] = 0
+        vain = self._vain_for_sizes if outgrown else self._vain
         try:
             made = learner(batch, known)
         except CaptureError as error:
-            self._vain[signature] += 1
+            vain[signature] += 1
             warnings.warn(f"the path that a step took cannot be learnt: {error}", stacklevel=4)
             return known
-        self._vain[signature] = self._vain[signature] + 1 if made is known else 0
+        vain[signature] = vain[signature] + 1 if made is known else 0
+        if outgrown:
+            self._unwatched[signature] = 1 << vain[signature] if made is known else 0
         needed = max((p.budget_bytes for p in made if all(p is not k for k in known)), default=0)
         if needed > budget_bytes:
             more = format_bytes(needed - budget_bytes)

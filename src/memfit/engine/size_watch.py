@@ -50,9 +50,13 @@ class SizeWatch:
     Args:
         paths: all that forward may take, as far as is known.
         only: the forward is followed by operation, so it is on the one path there is.
+
+    Attributes:
+        outgrown: sizes were told that will not fit.
     """
 
     def __init__(self, paths: Sequence[PathSizes], *, only: bool) -> None:
+        self.outgrown = False
         self._paths = [_OnPath(path) for path in paths]
         self._only = only
         self._index = 0
@@ -88,16 +92,19 @@ class SizeWatch:
             if not self._paths:
                 self._lost, self._paths = True, before[:1]
                 return f"operation {at} is {name}, as on no path that is known"
-        why = [path.made(at, result) for path in self._paths]
-        return None if any(each is None for each in why) else why[0]
+        return self._told([path.made(at, result) for path in self._paths])
 
     def ended(self) -> str | None:
         """Forward has run; why the step will not fit, None where it will."""
         if self._lost:
             return None
         ended = [path for path in self._paths if self._only or len(path.sizes.operations) == self._index]
-        why = [path.looked_at() for path in ended]
-        return None if not why or any(each is None for each in why) else why[0]
+        return self._told([path.looked_at() for path in ended])
+
+    def _told(self, why: Sequence[str | None]) -> str | None:
+        """Why it will not fit on any of the paths that it may be on."""
+        self.outgrown = bool(why) and all(each is not None for each in why)
+        return why[0] if self.outgrown else None
 
 
 class _OnPath:

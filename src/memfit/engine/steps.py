@@ -98,11 +98,13 @@ class Steps:
             if not others:
                 self._plans.note_divergence(signature)
                 assert learner is not None, "nothing ends a forward without one"
-                self._learn(batch, signature, learner, undone=True)
+                assert watch is not None, "nor without a watch"
+                self._learn(batch, signature, learner, undone=True, outgrown=watch.outgrown)
                 looks += 1
                 others = self._others(signature, left)
             plan = others[0] if others else plan
             self._history.tell_divergence(begun_anew[-1], begun_anew=True, stacklevel=4)
+        self._plans.step_taken(signature)
         self._plans.was_right(signature, plan)
         self._planned_anew += looks > 0
         if begun_anew:
@@ -145,7 +147,7 @@ class Steps:
             or not learner.can_begin_anew(plan)
         ):
             return None
-        sizes = learner.sizes_of(plan)
+        sizes = learner.sizes_of(plan) if known or self._plans.watches_sizes(signature) else ()
         several = len(self._plans.of(signature)) > 1
         buffers = self._transactions.buffers.copies
         return PathWatch(self._engine.model, self._engine.loss_fn, buffers, sizes, several=several)
@@ -166,12 +168,16 @@ class Steps:
         # Where no step can be begun anew under another of several plans, the path that was taken last is the likeliest.
         self._plans.was_right(signature, self._plans.of(signature)[-1])
 
-    def _learn(self, batch: Batch, signature: str, learner: Learner, *, undone: bool = False) -> None:
+    def _learn(
+        self, batch: Batch, signature: str, learner: Learner, *, undone: bool = False, outgrown: bool = False
+    ) -> None:
         """Look at a step that has diverged, as it is when it begins, and from now on follow plans that know its path, too."""
         known = self._plans.of(signature)
         began = time.perf_counter()
         with self._engine.gathered():
-            made = self._plans.learnt(batch, signature, self._engine.plan.budget_bytes, learner, undone=undone)
+            made = self._plans.learnt(
+                batch, signature, self._engine.plan.budget_bytes, learner, undone=undone, outgrown=outgrown
+            )
         self._planning_seconds += time.perf_counter() - began
         if made is not known:
             for plan in made:

@@ -343,7 +343,7 @@ def _reserved(prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
 
 def _drawn(prediction: Prediction, trace: Trace) -> tuple[str, ...]:
     """What the user should know of sizes that random numbers decide, values of the batch, or parameters that steps have changed."""
-    draws = 1 + len(trace.drawn_bytes)
+    draws = len({tuple(storage.bytes for storage in trace.storages), *trace.drawn_bytes})
     if draws == 1:
         return ()
     largest, varies = prediction.peak_bytes, prediction.varies_bytes

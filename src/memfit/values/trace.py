@@ -214,7 +214,8 @@ class Trace:
             that was made or saved by then is dropped. 0 where forward takes one path.
         first: the first step, where its forward runs other operations than those of all later ones: it builds what they find.
         before: of a first step, what modules hold before its forward and not after it (`memfit.step.fingerprint.fingerprint`).
-        drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of the first draw.
+        drawn_bytes: of every storage, under other draws of the random numbers, where those decide sizes; `storages` has those of one draw. The last is of the
+            generators as they were, where these took this path.
         gathered: of each parameter that is whole at times only, the events between which it is: what reads it can be run again then alone.
     """
 

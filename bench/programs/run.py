@@ -75,7 +75,7 @@ def trained(program: Any, plan: Any, made: tuple[Any, Any, Any], steps: int) -> 
         begun_anew += bool(record.begun_anew)
         slower += is_slower(record, engine.plan_for(batch))
         peaks.append(record.peak_bytes or 0)
-        different += not equal(torch.tensor(record.loss), torch.tensor(reference.step(batch, loss_fn, 1000 + step)))
+        different += not equal(torch.tensor(record.loss), torch.tensor(reference.step(batch, 1000 + step)))
         divergences += list(record.divergences)[:1]
     return {
         **of_peaks(plan, peaks),
@@ -125,15 +125,15 @@ class Plain:
         from memfit.api import default_optimizer
 
         seeded(0)
-        self.model = program.build()[0]
+        self.model, _, self._loss_fn = program.build()  # a loss may close over its model
         self._optimizer = default_optimizer(self.model.parameters())
 
-    def step(self, batch: Any, loss_fn: Any, seed: int) -> float:
+    def step(self, batch: Any, seed: int) -> float:
         """One step; its loss."""
         from memfit import batches
 
         seeded(seed)
-        loss = batches.loss_of(self.model, batch, loss_fn)
+        loss = batches.loss_of(self.model, batch, self._loss_fn)
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -183,7 +183,7 @@ def _bits(tensor: Any) -> Any:
 def deterministic(program: Any, made: tuple[Any, Any, Any]) -> bool:
     """Whether plain PyTorch does the same twice."""
     first, second = Plain(program), Plain(program)
-    losses = [[each.step(*made[1:], 1000 + n) for n in range(STEPS)] for each in (first, second)]
+    losses = [[each.step(made[1], 1000 + n) for n in range(STEPS)] for each in (first, second)]
     return losses[0] == losses[1] and not first.differs_from(second.model)
 
 
@@ -220,8 +220,8 @@ def row_of(program: Any, steps: int | None = None) -> dict[str, Any]:
             each = steps or (CHANGING_STEPS[name] if program.changing and name in CHANGING_STEPS else STEPS)
             plan = memfit.replan(plain, budget)
             # The very model that was planned for, as planning left it, and new ones: a copy would share what hooks close over.
-            model = (first if name == "share" else made())[0]
-            row["budgets"][name] = trained(program, plan, (model, *first[1:]), 2 if name == "plain" else each)
+            model = first if name == "share" else made()
+            row["budgets"][name] = trained(program, plan, model, 2 if name == "plain" else each)
             row |= {"recomputations": plan.script.recomputations, "notes": list(plan.notes)}
     except memfit.PlanFileError as error:
         return {**row, "kind": "changed by running", "reason": f"{type(error).__name__}: {error}"}

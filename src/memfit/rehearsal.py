@@ -21,7 +21,7 @@ from memfit.errors import InfeasibleError, Remedy, SnapshotError
 from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
 from memfit.step.attributes import Attributes, besides_modules, held_by
-from memfit.step.guard import Guard
+from memfit.step.guard import Guard, Trained
 from memfit.step.held_tensors import model_tensors
 from memfit.step.optimizer_state import set_optimizer
 from memfit.step.program import own_optimizer
@@ -226,7 +226,7 @@ def _unchanged(engine: Engine, modules: Sequence[nn.Module]) -> Iterator[None]:
         modules: those of the model, and others that the step may give gradients to (a GAN's discriminator, which the generator's loss closes over).
     """
     model: nn.Module = engine.model
-    guard = Guard(model, scaling=engine.scaling)
+    guard, trained = Guard(model, scaling=engine.scaling), Trained(model)
     parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
     gradients = [(p, p.grad) for p in parameters.values()]
     for parameter, _ in gradients:
@@ -238,6 +238,7 @@ def _unchanged(engine: Engine, modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         guard.put_back()
+        trained.put_back()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, mode in modes:

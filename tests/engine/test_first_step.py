@@ -180,3 +180,42 @@ def test_plan_and_trace_of_a_first_step_are_saved_and_read(tmp_path: Path) -> No
     trace = trace_of(plan)
     trace.save(tmp_path / "trace.json.gz")
     assert Trace.load(tmp_path / "trace.json.gz") == trace
+
+
+class FreezesItself(nn.Module):
+    """Takes its weight out of training in its first forward, as compressive-transformer-pytorch does by `weight.detach_()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(small.WIDTH, small.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = functional.gelu(self.inner(x))
+        self.inner.weight.detach_()
+        return y + functional.gelu(self.inner(x.detach()))
+
+
+def test_a_forward_that_freezes_a_part_does_so_in_training_alone_and_has_a_first_step() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(FreezesItself() for _ in range(4)), nn.Linear(small.WIDTH, small.WIDTH))
+
+    model, plain = build(), build()
+    fixed = {"micro_batches": 1}
+    most = memfit.plan(model, sample(), small.squared_error, 1 << 50, small.adamw, fixed=fixed)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    plan = memfit.replan(most, max(memfit.smallest_budget(most), most.prediction.plain_peak_bytes * 3 // 4))
+    engine = memfit.apply(plan, model, small.squared_error, small.adamw)
+    with pytest.warns(UserWarning, match="4 no longer"):
+        records = [engine.step(sample(), meter=True) for _ in range(3)]
+    optimizer = small.adamw(plain.parameters())
+    for record in records:
+        loss = small.squared_error(plain, sample())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert record.loss == loss.item()
+    assert not any(record.divergences or record.begun_anew for record in records)
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert max(record.peak_bytes or 0 for record in records) <= plan.budget_bytes

@@ -164,7 +164,7 @@ def hidden_kept(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterato
 
 @contextmanager
 def parameters_kept(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[Callable[[], list[str]]]:
-    """What a real forward writes into parameters (a momentum encoder's average, `p.data = ...`) is undone at exit, versions included.
+    """What a real forward writes into parameters (a momentum encoder's average, `p.data = ...`) is undone at exit, versions included; and what it freezes.
 
     Only what is written is copied, at its first write: a copy of all parameters may be more than there is memory for. Those of `hidden_parameters` are kept,
     too.
@@ -174,6 +174,7 @@ def parameters_kept(model: nn.Module, loss_fn: Callable[..., Any] | None = None)
     """
     named = [*model.named_parameters(), *hidden_parameters(model, loss_fn)]
     before = [(parameter, parameter.detach(), parameter._version) for _, parameter in named]
+    trained = [(parameter, parameter.requires_grad) for _, parameter in named]
     gradients = [(parameter, parameter.grad) for parameter, _, _ in before]
     watch = _CopiesAtWrite(storage_key(alias) for _, alias, _ in before if has_storage(alias))
     for parameter, _ in gradients:
@@ -198,6 +199,8 @@ def parameters_kept(model: nn.Module, loss_fn: Callable[..., Any] | None = None)
                 flat_storage(alias.untyped_storage()).copy_(contents)
             if parameter._version != version:
                 torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+        for parameter, wanted in trained:
+            parameter.requires_grad_(wanted)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -73,7 +73,9 @@ def record(
         recorder = Recorder(paths, layouts, ranks, backend_for(device), as_written=as_written, device=device.type)
         step = _StepRecording(source, micro_batches, choices, recorder, graded, sharded)
         parameters = dict(source.model.named_parameters())
+        trained = _trained(source.model)
         step.first_pass()
+        refrozen = _trained(source.model) != trained  # by forward
         made_by_its_first_forward(source.model, parameters)
         del parameters
         step.register()
@@ -108,11 +110,12 @@ def record(
     )
     names = forward_names(trace)
     once = step.once is None or step.once[: len(names)] == names  # after them its backward, where that was run too
+    once = once and not refrozen
     return Captured(
         trace,
         recorder.calls,
         recorder.overwritten,
-        None if step.leaves_tensors else step.graded,
+        None if step.leaves_tensors or refrozen else step.graded,
         step.receiving,
         step.forced,
         repeats=once,
@@ -122,6 +125,11 @@ def record(
         met_bytes=recorder.met_bytes() if tensors == "real" else (),
         fakes_sparse=recorder.fakes_sparse,
     )
+
+
+def _trained(model: nn.Module) -> list[bool]:
+    """Of each parameter."""
+    return [parameter.requires_grad for parameter in model.parameters()]
 
 
 def _module_calls(model: nn.Module, paths: dispatch.ModulePaths, *, steady: bool) -> Iterator[ModuleCall]:

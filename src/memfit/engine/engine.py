@@ -111,7 +111,6 @@ class Engine:
         self.planner: Callable[[Batch], Plan] | None = None
         self._training = model.training  # as planned
         self._told_mode = False
-        self._trained: list[tuple[weakref.ref[nn.Parameter], bool]] = []  # whether each was when it was last looked at
         self.learner: Learner | None = None
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
@@ -320,13 +319,8 @@ class Engine:
 
     def _notice_what_is_trained(self) -> None:
         """Warn where layers have been frozen or freed since the first step."""
-        if not self._trained:
-            self._trained = [(weakref.ref(p), p.requires_grad) for p in self.model.parameters()]
-        known = [(reference, p, before) for reference, before in self._trained if (p := reference()) is not None]
-        more = sum(p.requires_grad and not before for _, p, before in known)
-        fewer = sum(before and not p.requires_grad for _, p, before in known)
+        more, fewer = self._transactions.newly_trained()
         if more or fewer:
-            self._trained = [(reference, p.requires_grad) for reference, p, _ in known]
             warnings.warn(
                 f"{more} parameters are trained from here on that were not, and {fewer}"
                 " no longer: the optimizer updates only what it was made with, and your own loops may exceed the budget. Call memfit.fit again with this model",

@@ -19,7 +19,7 @@ from memfit.engine.interrupts import interrupts_wait
 from memfit.engine.new_paths import NewPathError
 from memfit.errors import EngineError, MemfitError, NonFiniteLossError
 from memfit.step.buffers import BufferCopies
-from memfit.step.guard import Deciding, Guard
+from memfit.step.guard import Deciding, Guard, Trained
 from memfit.step.modules import let_go_of_gradients
 from memfit.techniques.autocast.precision import Scaling
 
@@ -69,12 +69,19 @@ class Transactions:
         self._clear = clear
         self.buffers = BufferCopies(model)
         self.before: Deciding | None = None
+        self._trained: Trained | None = None
         self._stuck = ""
 
     def check(self) -> None:
         """Raise EngineError where an update has failed half way: nothing can go on from there."""
         if self._stuck:
             raise EngineError(self._stuck)
+
+    def newly_trained(self) -> tuple[int, int]:
+        """How many parameters are trained that were not when this was last asked, and how many no longer: a step that fails puts back which were."""
+        if self._trained is None:
+            self._trained = Trained(self._model)
+        return self._trained.changes()
 
     @contextmanager
     def begin(self, scaling: Scaling | None) -> Iterator[Transaction]:
@@ -97,6 +104,8 @@ class Transactions:
             if not transaction.committed:
                 self._let_go_of_gradients()
                 guard.put_back()
+                if self._trained is not None:
+                    self._trained.put_back()
             raise
 
     def _let_go_of_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""What the modules of a model hold as buffers and plain attributes, in a few words: enough to tell a table that is filled from one that is not.
+"""What the modules of a model hold as parameters, buffers and plain attributes, in a few words: enough to tell a table that is filled from one that is not.
 
 A first forward may build what later ones find. Which of the two the next forward will be is told from these words.
 """
@@ -20,7 +20,7 @@ _OF_TORCH: Final = frozenset(nn.Module().__dict__)
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
-    """What every module holds as buffers and attributes of its own, by path and name, in a few words.
+    """What every module holds as parameters, buffers and attributes of its own, by path and name, in a few words.
 
     Enough to tell a table that is filled from one that is not: numbers and strings, shapes of tensors, lengths of lists, mappings and sets.
     """
@@ -38,7 +38,7 @@ def has_fingerprint(model: nn.Module, words: Mapping[str, str]) -> bool:
 
 def _held(module: nn.Module) -> dict[str, Any]:
     own = {name: value for name, value in module.__dict__.items() if name not in _OF_TORCH}
-    return {**own, **module._buffers}  # noqa: SLF001 - those that are None, too
+    return {**own, **module._parameters, **module._buffers}  # noqa: SLF001 - those that are None, too
 
 
 def _find(model: nn.Module, place: str) -> Any:
@@ -47,7 +47,7 @@ def _find(model: nn.Module, place: str) -> Any:
         module = model.get_submodule(path)
     except AttributeError:  # a module that is not there
         return _ABSENT
-    return module._buffers[name] if name in module._buffers else module.__dict__.get(name, _ABSENT)  # noqa: SLF001
+    return _held(module).get(name, _ABSENT)
 
 
 def _in_words(value: Any) -> str:

@@ -6,6 +6,7 @@ Used wherever a step may be undone, in the engine's transaction and in the rehea
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,29 @@ from memfit.step.buffers import Buffers
 from memfit.step.device import device_of
 from memfit.step.generators import GeneratorStates
 from memfit.techniques.autocast.precision import Scaling
+
+
+class Trained:
+    """Which parameters of a model are trained, as it was when that was last asked for. Kept from step to step, as there are thousands."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = [(weakref.ref(p), p.requires_grad) for p in model.parameters()]
+
+    def changes(self) -> tuple[int, int]:
+        """How many are that were not, and how many no longer."""
+        known = [(reference, p, before) for reference, before in self._known if (p := reference()) is not None]
+        more = sum(p.requires_grad and not before for _, p, before in known)
+        fewer = sum(before and not p.requires_grad for _, p, before in known)
+        if more or fewer:
+            self._known = [(reference, p.requires_grad) for reference, p, _ in known]
+        return more, fewer
+
+    def put_back(self) -> None:
+        """Restore what has changed since."""
+        for reference, before in self._known:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad != before:
+                parameter.requires_grad_(before)
 
 
 class Deciding:

@@ -33,6 +33,7 @@ QUESTIONS = (
     "exactness",
     "paths",
     "programs",
+    "operations",
     "reference_gpt",
     "planning",
     "growth",

@@ -24,6 +24,7 @@ from memfit.engine.plan_table import MOST_PLANS
 from memfit.engine.size_watch import PathSizes
 from memfit.errors import EngineError, InfeasibleError, InputError, PlanFileError
 from memfit.offers import planning_for
+from memfit.optimizers.alike import unwrapped
 from memfit.pipelining.joining import join
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import origin_of, planning_of
@@ -82,6 +83,7 @@ def apply(
     planned = plan.model.split("/")  # before its first forward, and after it
     conversion = conversion_of(model, have)
     if conversion is not None and conversion.settings == converting(plan.choices):
+        optimizer = unwrapped(optimizer)
         have = next((one for one in planned if one in {conversion.before, have}), have)
     if plan.choices.sharding and dist.is_initialized():
         # The rank that has planned may have had the first forward.

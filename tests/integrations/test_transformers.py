@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+import small
 from integrations import trainer_ranks
 from integrations.quiet_trainers import QUIET
 from integrations.trainer_ranks import SHAPE
@@ -209,6 +210,59 @@ def test_a_training_step_that_takes_several_losses_weighs_each_as_its_micro_batc
     assert logged(inside) == pytest.approx(logged(plainly), rel=1e-5)
     assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
     assert [record.loss for record in fitted.engine.records] == pytest.approx(logged(plainly), rel=1e-5)
+
+
+def test_a_trainer_that_has_trained_already_goes_on_under_a_plan_with_the_same_losses(trainer: Make) -> None:
+    def goes_on(*, fits: bool) -> list[float]:
+        made = trainer(language_model(), max_steps=2)
+        made.train()
+        if fits:
+            memfit.transformers.fit(made, "1GiB", fixed={"micro_batches": 1})
+        made.args.max_steps = 4
+        made.train()
+        return logged(made)
+
+    assert goes_on(fits=True) == goes_on(fits=False)
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_planned_for_and_stepped_as_the_one_inside() -> None:
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, again = small.chain(2), small.chain(2)
+    own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _, prepared = accelerator.prepare(model, own)
+    engine = memfit.fit(model, small.rows(), small.squared_error, "1GiB", prepared, fixed={"micro_batches": 1})
+    assert engine.optimizer is own
+    baseline = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    for _ in range(3):
+        loss = small.squared_error(again, small.rows())
+        loss.backward()
+        baseline.step()
+        baseline.zero_grad()
+        assert engine.step(small.rows()).loss == loss.item()
+
+
+def test_a_wrapper_that_is_not_known_is_refused_and_its_optimizer_left_as_it_was(trainer: Make) -> None:
+    class Passing(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.state, self.defaults = inner, inner.state, inner.defaults
+
+        @property
+        def param_groups(self) -> Any:
+            return self.inner.param_groups
+
+        @param_groups.setter
+        def param_groups(self, groups: Any) -> None:
+            self.inner.param_groups = groups
+
+    made = trainer(language_model())
+    inner = torch.optim.SGD(made.model.parameters(), lr=0.1)
+    groups = inner.param_groups
+    made.optimizer = Passing(inner)
+    with pytest.raises(InputError, match=r"\(Passing\) takes its parameters from another one inside it"):
+        memfit.transformers.fit(made, "1GiB")
+    assert inner.param_groups is groups
 
 
 @pytest.mark.slow

@@ -5,13 +5,23 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from memfit.errors import InputError
 from memfit.optimizers.chunked import ChunkedOptimizer
+
+# Their wrappers pass everything on to the optimizer inside.
+_PASSED_ON_BY: Final = frozenset(["accelerate", "lightning", "pytorch_lightning"])
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside what `accelerator.prepare` or Fabric has put around it; any other as it is."""
+    inner = getattr(optimizer, "optimizer", None)
+    passed_on = type(optimizer).__module__.partition(".")[0] in _PASSED_ON_BY
+    return unwrapped(inner) if passed_on and isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def alike(
@@ -28,6 +38,11 @@ def alike(
     Raises:
         InputError: the optimizer updates something else than the model's trainable parameters.
     """
+    optimizer = unwrapped(optimizer)
+    if "param_groups" not in vars(optimizer):  # a copy would change those of the optimizer inside
+        raise InputError(
+            f"the optimizer ({type(optimizer).__name__}) takes its parameters from another one inside it, and a plan is made for one alone: give that one"
+        )
     place = {id(p): index for index, p in enumerate(p for p in model.parameters() if p.requires_grad)}
     own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if any(id(p) not in place for p in own):

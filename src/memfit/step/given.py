@@ -13,6 +13,7 @@ from torch import nn
 
 from memfit.batches import Batch, LossFunction, size
 from memfit.errors import BatchError, InputError
+from memfit.optimizers.alike import unwrapped
 from memfit.optimizers.lion import Lion
 from memfit.step.other_kernels import refuse_other_kernels, refuse_other_loss
 from memfit.step.program import OptimizerFactory
@@ -108,7 +109,7 @@ def optimizer_factory(given: Any, model: nn.Module) -> OptimizerFactory | None:
     if isinstance(given, str):
         return _by_name(given)
     if isinstance(given, torch.optim.Optimizer):
-        return _alike(given, model)
+        return _alike(unwrapped(given), model)
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         raise InputError(
             f"optimizer is a schedule ({type(given).__name__}): give its optimizer, and call the schedule's step() after each engine.step(batch)"

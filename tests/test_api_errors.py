@@ -73,7 +73,7 @@ def engine_for(model: nn.Module, loss_fn: Any = squared_error, optimizer: Any = 
         (-5, "-5 is less than one byte"),
         (1.5e9, "is a float: write int"),
         (True, "True is not a number of bytes"),
-        (None, "None is not a whole number of bytes"),
+        (None, 'budget=None: write "8GiB"'),
         ("120%", "'120%' is more than the device has"),
         (1 << 70, "is more bytes than can be counted"),
     ],
@@ -106,11 +106,18 @@ def test_a_bare_number_that_lacks_its_unit_is_told_at_once(given: Any) -> None:
         (1, [], "no tensor with a dimension: memfit needs"),
         (1, torch.ones(0, 4), "the batch holds no samples"),
         (2, "1GiB", "'1GiB' is no function: if it is the budget, name it, budget='1GiB'"),
+        (2, torch.optim.AdamW, r"loss_fn is an optimizer \(AdamW\): name it, optimizer="),
         (3, adamw, "budget=adamw is a function: the arguments are model, sample, loss_fn, budget, optimizer"),
         (
             4,
             torch.optim.SGD([nn.Parameter(torch.ones(1))]),
             r"the optimizer \(SGD\) holds parameters that are not the model's",
+        ),
+        (4, [torch.optim.SGD, torch.optim.Adam], "optimizer holds 2 optimizers"),
+        (
+            4,
+            {"name": "AdamW", "lr": 1e-3},
+            "optimizer={'name': 'AdamW', 'lr': 0.001}: write optimizer=lambda parameters",
         ),
         (4, "adamm", "optimizer='adamm': torch.optim has none of this name; did you mean 'Adam"),
     ],
@@ -122,6 +129,12 @@ def test_an_argument_of_another_kind_is_refused_in_its_own_words(
     arguments[position] = given
     with pytest.raises(InputError, match=sentence):
         function(*arguments)
+
+
+@pytest.mark.parametrize("given", ["plan.json", chain(1), None])
+def test_what_is_no_plan_cannot_be_applied(given: Any) -> None:
+    with pytest.raises(InputError, match=rf"the plan is {type(given).__name__}: .*memfit.Plan.load\(path\)"):
+        memfit.apply(given, chain(1), squared_error, adamw)
 
 
 def test_a_loader_handed_to_a_step_is_told_to_be_one() -> None:
@@ -257,6 +270,7 @@ def test_one_sample_and_no_state_leave_fewer_ways_out() -> None:
         ({"clip_norm": 0.0}, "clip_norm=0.0: a positive number is needed"),
         ({"clip_norm": float("nan")}, "clip_norm=nan: a positive number is needed"),
         ({"device": "abacus"}, "no device called 'abacus' is known"),
+        ({"device": "2xH100"}, "no device called '2xH100' is known; several are devices='2xH100'; known are"),
     ],
 )
 def test_an_argument_that_cannot_be_honoured_is_refused_by_name(named: Any, sentence: str) -> None:

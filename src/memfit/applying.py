@@ -76,14 +76,19 @@ def apply(
         InfeasibleError: a lower tier does not have the space for what is offloaded to it.
         EngineError: no file can be created in the folder.
     """
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"the plan is {type(plan).__name__}: give one that memfit.plan has made, or memfit.Plan.load(path) has read; the arguments are plan, model, "
+            "loss_fn, optimizer, in this order"
+        )
     check_model(model)
     if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = unwrapped(optimizer)
         check_trains(optimizer, model)
     have = _digest(model, plan.choices.frozen)
     planned = plan.model.split("/")  # before its first forward, and after it
     conversion = conversion_of(model, have)
     if conversion is not None and conversion.settings == converting(plan.choices):
-        optimizer = unwrapped(optimizer)
         have = next((one for one in planned if one in {conversion.before, have}), have)
     if plan.choices.sharding and dist.is_initialized():
         # The rank that has planned may have had the first forward.

@@ -16,6 +16,7 @@ from memfit.errors import BatchError, CaptureError, InputError
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
 from memfit.progress import Progress, tell
+from memfit.step.given import check_sample
 from memfit.step.program import OptimizerFactory, default_optimizer
 from memfit.values.request import Budget
 from memfit.values.trace import Trace
@@ -155,6 +156,7 @@ class _Sized:
 def _largest(sized: _Sized, sample: Batch, resized: Callable[[Batch, int], Batch], most: int) -> Largest:
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise InputError(f"most={most!r}: a whole number of at least 1 is needed")
+    check_sample(sample)
     capacity = sized.capacity()
     start = min(most, batches.size(sample) if sized.what == "batch" else length_of(sample))
     return search_largest(lambda size: sized.needed(resized(sample, size), size), capacity, start, most)

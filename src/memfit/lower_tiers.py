@@ -59,11 +59,11 @@ def _check_budget(model: nn.Module, given: Any, machine: Machine) -> None:
         raise InputError(
             f"budget={name} is a function: the arguments are model, sample, loss_fn, budget, optimizer, in this order"
         )
+    if given is None:
+        raise BudgetError('budget=None: write "8GiB", or a share of the device such as "80%", which is the default')
     try:
         budget = parse_bytes(given, total_bytes=machine.memory_bytes)
     except BudgetError:
-        if given is None:
-            raise
         return  # `Request.of` reads it as well, and says which budget it is
     held = sum(p.nbytes for p in model.parameters())
     if str(given).strip().isdecimal() and budget < MEANT_WITH_A_UNIT and budget < held:

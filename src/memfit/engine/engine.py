@@ -334,8 +334,8 @@ class Engine:
             planned, now = ("train", "eval") if self._training else ("eval", "train")
             warnings.warn(
                 f"the model is in {now} mode, and its plan is for {planned}"
-                " mode, in which dropout and norms do other things: unless that is meant, call model."
-                f"{planned}() before the step",
+                " mode, in which dropout and norms do other things: call model."
+                f"{planned}() before the step, or plan again if {now} mode is meant",
                 stacklevel=4,
             )
         self._told_mode = other

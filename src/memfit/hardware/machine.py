@@ -217,6 +217,8 @@ def known_machine(name: str) -> Machine:
     near = get_close_matches(wanted, by_name, 3, 0.4)
     known = ", ".join(m.name for m in KNOWN)
     hint = f"did you mean {' or '.join(by_name[n].name for n in near)}? " if near else ""
+    if re.match(r"\s*\d+\s*x\s*\D", name, re.IGNORECASE):
+        hint = f"several are devices={name!r}; "
     raise InputError(f"no device called {name!r} is known; {hint}known are {known}")
 
 

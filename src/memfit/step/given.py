@@ -63,8 +63,9 @@ def loss_function(given: Any) -> LossFunction | None:
         raise InputError(f"loss_fn={given!r} is no function: if it is the budget, name it, budget={given!r}")
     if isinstance(given, type) and issubclass(given, nn.Module):
         raise InputError(f"loss_fn={given.__name__} is a class: write loss_fn=nn.{given.__name__}()")
-    if isinstance(given, torch.optim.Optimizer):
-        raise InputError(f"loss_fn is an optimizer ({type(given).__name__}): name it, optimizer=...")
+    if isinstance(given, torch.optim.Optimizer) or _makes_optimizers(given):
+        name = getattr(given, "__name__", type(given).__name__)
+        raise InputError(f"loss_fn is an optimizer ({name}): name it, optimizer=...")
     refuse_other_loss(given)
     if _of_torch(given):
         return OfPair(given)
@@ -114,7 +115,9 @@ def optimizer_factory(given: Any, model: nn.Module) -> OptimizerFactory | None:
         raise InputError(
             f"optimizer is a schedule ({type(given).__name__}): give its optimizer, and call the schedule's step() after each engine.step(batch)"
         )
-    if isinstance(given, (Sequence, Mapping)):
+    if isinstance(given, (Sequence, Mapping)) and any(
+        isinstance(each, torch.optim.Optimizer) or callable(each) for each in _members(given)
+    ):
         raise InputError(
             f"optimizer holds {len(given)} optimizers, and a step of memfit has one, after one backward: plan each of them on its own, with the part of the "
             "model that it trains and its own loss_fn (of a GAN, the generator and the discriminator)"
@@ -124,6 +127,10 @@ def optimizer_factory(given: Any, model: nn.Module) -> OptimizerFactory | None:
             f"optimizer={given!r}: write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
         )
     return given  # type: ignore[no-any-return]
+
+
+def _makes_optimizers(given: Any) -> bool:
+    return isinstance(given, type) and issubclass(given, torch.optim.Optimizer)
 
 
 def _by_name(name: str) -> OptimizerFactory:

@@ -66,9 +66,10 @@ def refuse(trainer: Any) -> None:
         raise InputError(
             "neftune_noise_alpha changes the model's forward in train(), after it has been planned for: leave it out"
         )
-    if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
+    optim = str(getattr(args.optim, "value", args.optim))
+    if any(word in optim.lower() for word in ("lomo", "layerwise")):
         raise InputError(
-            f"optim={str(args.optim)!r} updates parameters inside backward in a way of its own, which is not in the prediction: take another optimizer"
+            f"optim={optim!r} updates parameters inside backward in a way of its own, which is not in the prediction: take another optimizer"
         )
 
 

@@ -520,6 +520,11 @@ class Searching(Module):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Untrained(Module):
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
 class Drawing(Module):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         return super().training_step(next(dataloader_iter)[0], 0)
@@ -528,12 +533,14 @@ class Drawing(Module):
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "manual": (Manual, {}, "in manual optimization training_step runs backward and the update itself"),
     "line search": (Searching, {}, "one optimizer that runs forward and backward once"),
+    "no optimizer": (Untrained, {}, "configure_optimizers returned None"),
     "draws itself": (Drawing, {}, "draws its batches itself"),
     "half": (Module, {"precision": "64-true"}, "precision='64-true'"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*.dataloader_iter. (step flavor|argument in the)")  # experimental, it says
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None.")
 @pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
 def test_what_a_plan_cannot_stand_beside_is_refused(case: tuple[Callable[[], Any], dict[str, Any], str]) -> None:
     make, settings, why = case

@@ -553,6 +553,33 @@ def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
     assert batches_of(torch.utils.data.DataLoader(same, collate_fn=Padding()), 4)[1].of(4) == ()
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda ids: (ids, 1),
+        lambda ids: [ids, 1],
+        lambda ids: ids,
+        lambda ids: ids.tolist(),
+        lambda ids: {"of": {"ids": ids}, "labels": 1},
+        lambda ids: "a" * len(ids),
+        lambda ids: [("a", "b"), ["word"] * len(ids)],
+    ],
+    ids=["tuple", "list", "tensor", "numbers", "nested", "text", "words"],
+)
+def test_the_longest_sample_is_found_in_whatever_form_the_data_has(form: Any) -> None:
+    data = [form(torch.ones(length)) for length in (3, 7, 5, 30, 4, 6)]
+    loader: Any = torch.utils.data.DataLoader(data, collate_fn=list)
+    largest, _ = batches_of(loader, 2)
+    assert any(str(each) == str(data[3]) for each in largest)
+
+
+def test_a_long_look_through_the_data_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.integrations.window._PATIENCE_SECONDS", -1.0)
+    loader: Any = torch.utils.data.DataLoader([torch.ones(3)] * 4)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="looked through for its longest samples, 0 of 4"):
+        batches_of(loader, 2)
+
+
 class Unfreezing(transformers.TrainerCallback):  # type: ignore[name-defined]
     """The first layer is trained from the third step on."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -16,6 +18,8 @@ from memfit.errors import InputError
 FIXED: Final[Mapping[str, Any]] = {"precision": "full", "state_place": "device", "streamed": "", "update": "after"}
 # Of a kind of micro-batch, in an epoch; what is rarer is not planned for.
 LEAST_EXPECTED: Final = 0.01
+_ENTRIES: Final = 8
+_PATIENCE_SECONDS: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,15 @@ def largest_in(loader: Any) -> Callable[[int], tuple[Batch, OtherBatches]]:
         )
     longest: dict[tuple[str, int], tuple[int, int]] = {}
     sizes: list[int] = []
+    began, told = time.monotonic(), False
     for index in range(len(data)):
+        if not told and time.monotonic() - began > _PATIENCE_SECONDS:
+            told = True
+            warnings.warn(
+                f"the training data is looked through for its longest samples, {index} of {len(data)} in {_PATIENCE_SECONDS:.0f}"
+                " s: a batch of the largest shape that will come, sample=..., spares that",
+                stacklevel=2,
+            )
         shapes = dict(_shapes(data[index]))
         sizes.append(sum(math.prod(shape) for shape in shapes.values()))
         for name, shape in shapes.items():
@@ -116,15 +128,24 @@ def off_device(batch: Batch) -> Batch:
     return batches.map_tensors(lambda tensor: tensor.cpu(), batch)
 
 
-def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What of a sample has a length, before it is collated: tensors and arrays, lists, texts."""
-    entries = sample.items() if isinstance(sample, Mapping) else enumerate(sample if isinstance(sample, tuple) else ())
-    for name, value in entries:
-        shape = getattr(value, "shape", None)
-        if shape is not None:
-            yield str(name), tuple(shape)
-        elif isinstance(value, Sized):
-            yield str(name), (len(value),)
+def _shapes(sample: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What of a sample has a length, before it is collated: tensors and arrays, lists, texts, also in one another."""
+    shape = getattr(sample, "shape", None)
+    if shape is not None:
+        yield name, tuple(shape)
+    elif isinstance(sample, Mapping):
+        for key, value in sample.items():
+            yield from _shapes(value, f"{name}.{key}")
+    elif isinstance(sample, (tuple, list)):
+        if isinstance(sample, list):
+            yield name, (len(sample),)
+        # Few are entries of their own, such as an input and its label; many are alike, such as words.
+        few = len(sample) <= _ENTRIES
+        for place, value in enumerate(sample):
+            if not isinstance(value, (int, float)):
+                yield from _shapes(value, f"{name}.{place if few else '*'}")
+    elif isinstance(sample, Sized):
+        yield name, (len(sample),)
 
 
 def divisors_of(number: int) -> list[int]:

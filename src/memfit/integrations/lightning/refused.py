@@ -38,8 +38,11 @@ def refuse(trainer: Any, module: Any) -> None:
     precision = str(trainer.precision)
     if precision not in PRECISIONS:
         raise InputError(
-            f"precision={precision!r}: scaled gradients, skipped steps and other people's kernels are not in the prediction; there is {', '.join(PRECISIONS)}"
+            f"precision={precision!r} is not planned for: scaled gradients, skipped steps, 64 bits and other people's kernels are not in the prediction; there is "
+            f"{', '.join(PRECISIONS)}"
         )
+    if type(trainer.optimizers[0] if trainer.optimizers else None).__name__ == "_MockOptimizer":
+        raise InputError("configure_optimizers returned None, so nothing would be trained: let it return an optimizer")
     if len(trainer.optimizers) != 1 or isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         raise InputError(
             "one optimizer that runs forward and backward once in a step is needed: with several, or one that searches along a line (LBFGS), steps differ"

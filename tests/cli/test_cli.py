@@ -104,6 +104,26 @@ def test_bad_arguments_are_bad_input(capsys: pytest.CaptureFixture[str], argumen
     assert ran.err.startswith("usage: memfit")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["plan", "run.yaml", "--epochs", "1"], "--epochs 1; did you mean --set train.epochs=...?"),
+        (["train", "run.yaml", "--host-budget=1GiB"], "--host-budget=1GiB; did you mean --set fit.host_budget=...?"),
+        (["plan", "run.yaml", "--gpu", "4090"], "--gpu 4090; did you mean --device?"),
+        (["estimate", "m", "--gpu", "t4", "--seq-len", "64"], "--seq-len 64; did you mean --length?"),
+        (["estimate", "m", "--gpu", "t4", "--batch-size", "4"], "--batch-size 4; did you mean --batch?"),
+        (["doctor", "x"], "unrecognized arguments: x\n"),
+    ],
+)
+def test_an_option_that_there_is_not_names_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], meant: str
+) -> None:
+    ran = Ran(capsys, *arguments)
+
+    assert ran.status == 3
+    assert meant in ran.err
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert Ran(capsys, "--version").out.startswith("memfit ")
 
@@ -216,6 +236,11 @@ def test_debug_shows_where_our_own_come_from(capsys: pytest.CaptureFixture[str],
             ["plan", "run.yaml", "--set", "model.python=json:dumps", "--set", "model.args={obj: 1}"],
             "not a torch.nn.Module",
         ),
+        (
+            ["plan", "run.yaml", "--set", "model.args={size: 1}"],
+            "model.args: cli_toy:build takes (fail=False): got an unexpected keyword argument 'size'",
+        ),
+        (["serve", "--port", "99999"], "--port 99999: a port is a number from 1 to 65535"),
         (["plan", "run.yaml", "--set", "fit.device=tpu"], "fit.device: torch cannot use 'tpu'"),
         (["plan", "run.yaml", "--save", "no/such/folder.json"], "cannot write the plan"),
         (["plan"], "a CONFIG or --trace FILE"),

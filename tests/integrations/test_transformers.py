@@ -568,7 +568,7 @@ def test_only_batches_that_are_likely_to_come_are_planned_for() -> None:
 )
 def test_the_longest_sample_is_found_in_whatever_form_the_data_has(form: Any) -> None:
     data = [form(torch.ones(length)) for length in (3, 7, 5, 30, 4, 6)]
-    loader: Any = torch.utils.data.DataLoader(data, collate_fn=list)
+    loader: Any = torch.utils.data.DataLoader(data, collate_fn=list)  # type: ignore[arg-type]
     largest, _ = batches_of(loader, 2)
     assert any(str(each) == str(data[3]) for each in largest)
 

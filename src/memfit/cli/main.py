@@ -14,8 +14,9 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final, NoReturn
+from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
+from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 from memfit import __version__
 from memfit.cli import doctor, estimate, explain, frontier, plan, runs, serve, studies, submit, train, tune
@@ -27,6 +28,14 @@ _ONLY_PLAN: Final = frozenset({"estimate", "plan", "frontier"})
 _DESCRIPTION: Final = (
     "Train PyTorch models that do not fit: give a number of bytes, be told before it runs, keep the same numbers."
 )
+# What other commands call these options.
+_OTHER_NAMES: Final = {
+    "--gpu": ("--device", "--devices"),
+    "--gpus": ("--gpu", "--devices"),
+    **dict.fromkeys(("--seq-len", "--seq-length", "--sequence-length", "--max-length"), ("--length",)),
+    **dict.fromkeys(("--out", "--output", "-o"), ("--save", "--html")),
+    **dict.fromkeys(("--lora", "--qlora", "--peft"), ("--method",)),
+}
 _STATUS: Final = "exit status: 0 it fits (done), 1 it does not fit, 2 could not tell, 3 bad input, 130 interrupted"
 
 
@@ -60,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     try:
-        parsed = parser().parse_args(_with_negative_sizes(sys.argv[1:] if arguments is None else arguments))
+        top = parser()
+        parsed, unknown = top.parse_known_args(_with_negative_sizes(sys.argv[1:] if arguments is None else arguments))
+        if unknown:
+            _refuse(top, parsed.verb, unknown)
     except SystemExit as end:  # argparse has printed what there is to say
         return int(end.code or 0)
     # What a user's own model or data prints must not end up in the JSON.
@@ -87,6 +99,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `memfit explain plan.json | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(answer.status)
+
+
+def _refuse(top: argparse.ArgumentParser, verb: str, unknown: Sequence[str]) -> NoReturn:
+    """Tell of arguments that a verb does not have, and of those that were probably meant."""
+    (verbs,) = (each for each in top._actions if isinstance(each, argparse._SubParsersAction))  # noqa: SLF001 - argparse tells it nowhere else
+    own: argparse.ArgumentParser = verbs.choices[verb]
+    options = [option for action in own._actions for option in action.option_strings if option.startswith("--")]  # noqa: SLF001 - likewise
+    meant = [_meant(each.partition("=")[0], options) for each in unknown if each.startswith("-")]
+    hint = f"; did you mean {' '.join(filter(None, meant))}?" if any(meant) else ""
+    own.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+
+def _meant(option: str, options: Sequence[str]) -> str:
+    """The option, or the key of a run file, of that name or the nearest one; "" where none is near."""
+    other = next((each for each in _OTHER_NAMES.get(option, ()) if each in options), "")
+    if other or "--set" not in options:
+        return other or "".join(get_close_matches(option, options, 1, 0.6))
+    from memfit.train.config import Config
+
+    name = option.lstrip("-").replace("-", "_")
+    for section, hint in get_type_hints(Config).items():
+        for kind in get_args(hint) or (hint,):
+            if is_dataclass(kind) and name in {each.name for each in fields(kind)}:
+                return f"--set {section}.{name}=..."
+    return "".join(get_close_matches(option, options, 1, 0.6))
 
 
 def _with_negative_sizes(arguments: Sequence[str]) -> list[str]:

@@ -111,6 +111,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ConfigError(
             f"memfit serve needs a package that is missing ({error.name}): pip install 'memfit[service]'"
         ) from error
+    if not 0 <= arguments.port <= 65535:
+        raise ConfigError(f"--port {arguments.port}: a port is a number from 1 to 65535, or 0 for any that is free")
     folder = (arguments.folder or service_folder()).resolve()
     if not arguments.store and (arguments.host_name or (arguments.lease and not arguments.cluster)):
         raise ConfigError("--host-name and --lease are for hosts that share a store: name it with --store")

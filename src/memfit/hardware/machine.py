@@ -219,6 +219,8 @@ def known_machine(name: str) -> Machine:
     hint = f"did you mean {' or '.join(by_name[n].name for n in near)}? " if near else ""
     if re.match(r"\s*\d+\s*x\s*\D", name, re.IGNORECASE):
         hint = f"several are devices={name!r}; "
+    elif not core and gigabytes is not None:
+        hint = "name one, and give the memory as the budget; "
     raise InputError(f"no device called {name!r} is known; {hint}known are {known}")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -221,7 +222,7 @@ def build_model(config: Config, *, weights: bool = True) -> tuple[torch.nn.Modul
     if config.model.hf is not None:
         return _from_folder(config, config.path(config.model.hf), weights=weights), None
     assert config.model.python is not None
-    build = partial(resolve(config.model.python, config, "model.python"), **config.model.args)
+    build = _with_arguments(config.model.python, config, "model", config.model.args)
     built = build() if weights else _to_plan_for(build, config.train.seed)
     model, loss_fn = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, torch.nn.Module):
@@ -372,6 +373,24 @@ def resolve(target: str, config: Config, path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def _with_arguments(target: str, config: Config, section: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+    """The function that a section names, with the arguments that it gives.
+
+    Raises:
+        ConfigError: as for `resolve`, or the function does not take these arguments.
+    """
+    function = resolve(target, config, f"{section}.python")
+    signature = None
+    with suppress(ValueError):  # of what is written in C there may be none
+        signature = inspect.signature(function)
+    try:
+        if signature is not None:
+            signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{section}.args: {target} takes {signature}: {error}") from None
+    return partial(function, **arguments)
+
+
 def read_data(
     config: Config, model: torch.nn.Module, loss_fn: LossFunction | None = None
 ) -> tuple[Samples | Stream, Samples | None, tuple[str, ...]]:
@@ -379,7 +398,7 @@ def read_data(
     data = config.data
     training: Samples | Stream
     if data.python is not None:
-        made = resolve(data.python, config, "data.python")(**data.args)
+        made = _with_arguments(data.python, config, "data", data.args)()
         pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         for each in pair:
             if isinstance(each, torch.utils.data.DataLoader):

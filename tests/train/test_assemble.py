@@ -174,6 +174,7 @@ def test_what_is_cut_and_what_is_small_is_said(folder: Path) -> None:
         ({"model": {**HF, "hf": "gone"}}, "model.hf: there is no .*config.json .*downloads nothing"),
         ({"model": {**HF, "init": "weights"}}, "holds no weights; to start from fresh ones, set model.init: random"),
         ({"data": {**TEXT, "max_length": None}}, "data.max_length is missing"),
+        ({"data": {**TEXT, "max_length": 4096}}, r"data.max_length: 4096: this model has positions for \d+ tokens"),
         ({"data": {**TEXT, "text": None}}, "data.text is missing"),
         ({"data": {**TEXT, "label": None}}, "data.label is missing"),
         ({"data": {**TEXT, "tokenizer": None}}, "data.tokenizer: .*bert holds no tokenizer"),

@@ -15,7 +15,7 @@ from importlib import import_module
 from logging import LogRecord, getLogger
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -103,6 +103,7 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
     if switched:
         settings: Any = model.config
         settings.use_cache = False
+    _check_length(config, model)
     if config.lora is not None:
         model = with_adapters(model, config.lora, config.model.task)
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -228,6 +229,24 @@ def build_model(config: Config, *, weights: bool = True) -> tuple[torch.nn.Modul
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model.python: {config.model.python} returned {type(model).__name__}, not a torch.nn.Module")
     return model, loss_fn
+
+
+def _check_length(config: Config, model: torch.nn.Module) -> None:
+    """Refuse samples longer than a table of positions; what is computed (rotary embeddings) takes any length.
+
+    Raises:
+        ConfigError: they are longer.
+    """
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    given = config.data.max_length
+    if config.model.hf is None or given is None or longest is None or given <= longest:
+        return
+    words = cast("Any", model).get_input_embeddings()
+    tables = (each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not words)
+    if any(table.num_embeddings == longest for table in tables):
+        raise ConfigError(
+            f"data.max_length: {given}: this model has positions for {longest} tokens (max_position_embeddings)"
+        )
 
 
 def built_on_meta(build: Callable[[], Any]) -> Any:

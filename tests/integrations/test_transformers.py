@@ -771,6 +771,13 @@ def test_a_batch_larger_than_the_sample_is_refused_before_it_runs(trainer: Make)
         inside.train()
 
 
+@pytest.mark.parametrize("name", ["optimizer", "freeze", "loss_fn"])
+def test_an_argument_that_is_the_trainers_to_say_is_refused_as_that(trainer: Make, name: str) -> None:
+    named: Any = {name: "adamw"}
+    with pytest.raises(InputError, match=f"{name}: no argument of a plan for Trainer, whose own optimizer"):
+        memfit.transformers.fit(trainer(classifier()), "1GiB", **named)
+
+
 def test_evaluation_goes_on_in_batches_no_larger_than_training_has(trainer: Make) -> None:
     model = classifier()
     inside = trainer(model, eval_dataset=data_for(model, 12), eval_strategy="steps", eval_steps=2)

@@ -85,6 +85,7 @@ class Adapter:
         sample: a batch of the largest shape that will come; None where the training data can be looked through.
         fixed: choices that are the user's, of those in `CHOICES`.
         meter: measure the peak of each step (slower).
+        others: none; what `memfit.fit` takes besides is the trainer's to say.
 
     Attributes:
         TRAINER: its name in messages.
@@ -114,7 +115,13 @@ class Adapter:
         fixed: Mapping[str, Any] | None = None,
         meter: bool = False,
         progress: Progress | None = None,
+        **others: Any,
     ) -> None:
+        if others:
+            raise InputError(
+                f"{', '.join(others)}: no argument of a plan for {self.TRAINER}, whose own optimizer, loss and frozen parameters it is made for; there is "
+                "budget, sample, host_budget, disk_budget, allow, fixed, meter, progress"
+            )
         self.budget = budget
         self.sample = sample
         self.host_budget = host_budget

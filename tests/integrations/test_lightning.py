@@ -525,6 +525,11 @@ class Untrained(Module):
         return None
 
 
+class Unnamed(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        return {"total": super().training_step(batch, batch_idx)}
+
+
 class Drawing(Module):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         return super().training_step(next(dataloader_iter)[0], 0)
@@ -534,6 +539,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "manual": (Manual, {}, "in manual optimization training_step runs backward and the update itself"),
     "line search": (Searching, {}, "one optimizer that runs forward and backward once"),
     "no optimizer": (Untrained, {}, "configure_optimizers returned None"),
+    "no loss": (Unnamed, {}, r"a dictionary without 'loss' \(total\)"),
     "draws itself": (Drawing, {}, "draws its batches itself"),
     "half": (Module, {"precision": "64-true"}, "precision='64-true'"),
 }

@@ -395,6 +395,10 @@ def _added_up(
 
 
 def _loss_in(output: Any) -> torch.Tensor:
+    if isinstance(output, Mapping) and "loss" not in output:
+        raise InputError(
+            f"training_step returned a dictionary without 'loss' ({', '.join(map(str, output))}): name the loss so, or return it alone"
+        )
     loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
     return loss
 

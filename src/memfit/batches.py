@@ -320,16 +320,15 @@ def parse_signature(text: str) -> list[tuple[str, str, tuple[int, ...] | None]]:
 def fits_within(batch_signature: str, planned_signature: str) -> bool:
     """Whether a batch has the planned structure and is nowhere larger than planned."""
     have, planned = parse_signature(batch_signature), parse_signature(planned_signature)
-    if len(have) != len(planned):
+    if _form(have) != _form(planned):
         return False
-    for (name, kind, shape), (planned_name, planned_kind, planned_shape) in zip(have, planned, strict=True):
-        if (name, kind) != (planned_name, planned_kind) or (shape is None) != (planned_shape is None):
-            return False
-        if shape is None or planned_shape is None:
-            continue
-        if len(shape) != len(planned_shape) or any(a > b for a, b in zip(shape, planned_shape, strict=True)):
-            return False
-    return True
+    sizes = ((shape or (), most or ()) for (_, _, shape), (_, _, most) in zip(have, planned, strict=True))
+    return all(a <= b for shape, most in sizes for a, b in zip(shape, most, strict=True))
+
+
+def _form(leaves: Sequence[tuple[str, str, tuple[int, ...] | None]]) -> list[tuple[str, str, int | None]]:
+    """Of a parsed signature: names, dtypes and numbers of dimensions."""
+    return [(name, kind, None if shape is None else len(shape)) for name, kind, shape in leaves]
 
 
 LARGEST_SHAPE: Final = "plan again with a sample of the largest shape that will come"
@@ -348,6 +347,11 @@ def larger_than_planned(
         micro_batch_size: samples that the batch may have, where it is one micro-batch of the planned one.
         again: how its user would plan for larger ones.
     """
+    if _form(parse_signature(batch_signature)) != _form(parse_signature(planned_signature)):
+        return BatchError(
+            f"the batch is [{batch_signature}], the plan is for batches of another form, [{planned_signature}] (entries, dtypes, dimensions): give them as the "
+            "sample was, or plan again with one of these; it has not run"
+        )
     of = "" if micro_batch_size is None else f" in micro-batches of {micro_batch_size} samples"
     return BatchError(
         f"the batch is [{batch_signature}], the plan is for batches up to [{planned_signature}]{of}: {again}, or cut the batch down to it; it has not run"

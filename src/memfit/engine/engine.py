@@ -84,7 +84,7 @@ class Engine:
         diverged: a batch whose forward was not as planned, until its path is learnt: the first of a step, or of the user's own loop; None otherwise.
         scaling: of the gradients, under a plan in fp16; None otherwise.
         schedule: its `step` is called after each optimizer step that is taken, not after a skipped one; None where the training loop calls it.
-        backward: called with the loss in place of `loss.backward()`, as Fabric's; None for the loss's own.
+        backward_by: called with the loss in place of `loss.backward()`, as Fabric's; None for the loss's own.
         fabric_model: the model as Fabric wrapped it, for saving and evaluating; None without Fabric.
     """
 
@@ -114,7 +114,7 @@ class Engine:
         self.learner: Learner | None = None
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
-        self.backward: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
+        self.backward_by: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
         self.fabric_model: nn.Module | None = None
         self.rehearsal: Rehearsal | None = None
         self.frontier: tuple[FrontierPoint, ...] = ()
@@ -397,7 +397,7 @@ class Engine:
 
     def _program(self, plan: Plan) -> StepProgram:
         how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
-        backward = torch.Tensor.backward if self.backward is None else self.backward
+        backward = torch.Tensor.backward if self.backward_by is None else self.backward_by
         return StepProgram(*how, backward, self.sharded)
 
     def _step(self, plan: Plan, batch: Batch, watch: PathWatch | None = None) -> None:

@@ -77,7 +77,7 @@ def set_up(engine: Engine, fabric: Any) -> None:
         return batches.loss_of(module, batch, own_loss)
 
     engine.loss_fn = loss_fn
-    engine.backward = lambda loss, gradient: (
+    engine.backward_by = lambda loss, gradient: (
         fabric.backward(loss, gradient) if gradient is not None else fabric.backward(loss)
     )
     engine.fabric_model = module

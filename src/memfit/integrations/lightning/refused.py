@@ -38,8 +38,8 @@ def refuse(trainer: Any, module: Any) -> None:
     precision = str(trainer.precision)
     if precision not in PRECISIONS:
         raise InputError(
-            f"precision={precision!r} is not planned for: scaled gradients, skipped steps, 64 bits and other people's kernels are not in the prediction; there is "
-            f"{', '.join(PRECISIONS)}"
+            f"precision={precision!r} is not planned for: scaled gradients, skipped steps, 64 bits and other people's kernels are not in the prediction; there"
+            f" is {', '.join(PRECISIONS)}"
         )
     if type(trainer.optimizers[0] if trainer.optimizers else None).__name__ == "_MockOptimizer":
         raise InputError("configure_optimizers returned None, so nothing would be trained: let it return an optimizer")

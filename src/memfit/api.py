@@ -32,7 +32,7 @@ from memfit.sharding.sharded import taken_back
 from memfit.sharding.ways import refuse_wrapped
 from memfit.step.buffers import norm_statistics
 from memfit.step.device import device_of
-from memfit.step.given import check_closure, check_sample, loss_function
+from memfit.step.given import check_closure, check_sample, loss_function, refuse_made_optimizer
 from memfit.step.program import OptimizerFactory, default_optimizer
 from memfit.techniques.choices import Choices
 from memfit.values.bundle import TraceBundle
@@ -109,6 +109,7 @@ def plan(
     topology = None
     if devices not in _ONE_DEVICE:
         refuse_wrapped(model)
+        refuse_made_optimizer(optimizer)
         here = machine_of(model, device)
         topology = several_devices(devices, here)
         device = device if topology.devices[0].name == here.name else topology.devices[0].name

@@ -33,7 +33,14 @@ from memfit.sharding.sharded import ShardedModel
 from memfit.sharding.ways import follow_device, group_of, shard
 from memfit.step.arranging import arranged
 from memfit.step.device import device_of
-from memfit.step.given import check_model, check_optimizer, check_trains, loss_function, optimizer_factory
+from memfit.step.given import (
+    check_model,
+    check_optimizer,
+    check_trains,
+    loss_function,
+    optimizer_factory,
+    refuse_made_optimizer,
+)
 from memfit.step.program import OptimizerFactory, default_optimizer
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.initialisation import Fill, reset
@@ -82,6 +89,8 @@ def apply(
             "loss_fn, optimizer, in this order"
         )
     check_model(model)
+    if plan.choices.sharding:
+        refuse_made_optimizer(optimizer)  # before the model is shared out
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = unwrapped(optimizer)
         check_trains(optimizer, model)
@@ -120,10 +129,6 @@ def apply(
         follow_device(device_of(model))
         in_stages = plan.pipeline is not None
         sharded = join(plan, model, loss_fn, group) if in_stages else shard(model, plan.choices.sharding, group)
-        if isinstance(chosen, torch.optim.Optimizer):
-            raise InputError(
-                "the optimizer of a sharded model is made over this rank's shards: hand over a function that makes it (lambda p: torch.optim.AdamW(p))"
-            )
         if chosen is not None:
             chosen = sharded.optimizer(chosen, lambda made: arranged(made, plan.choices, model, lower_tier))
     elif chosen is not None and not isinstance(chosen, torch.optim.Optimizer):

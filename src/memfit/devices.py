@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
@@ -40,7 +40,7 @@ from memfit.techniques.sharding import (
 from memfit.techniques.technique import listed
 from memfit.units import format_budget, format_bytes, format_seconds, parse_bytes
 from memfit.values.plan import Plan
-from memfit.values.request import Budget, Request
+from memfit.values.request import Budget, Request, TierBudget
 
 # What shares out less sends less and is closer to one device; more of it must make a step faster by this factor.
 WORTH_MORE: Final = 1.01
@@ -115,6 +115,9 @@ def plan_sharded(
     asked = str(request.fixed.get("sharding", ""))
     if ranks == 1:
         raise InputError("devices names one device: plan without devices, or name several")
+    if topology.alike and request.budget is not None:
+        bytes_of_each = min(request.budget.bytes, topology.devices[0].memory_bytes)
+        request = replace(request, budget=TierBudget(request.budget.given, bytes_of_each))
     best: Plan | None = None
     turned_down: list[str] = []
     unable: dict[str, list[str]] = {}  # ways by the reason that they have in common
@@ -201,11 +204,12 @@ def _ways(asked: str, ranks: int, *, one_unit: bool) -> tuple[str, ...]:
         one_unit: under ZeRO 2 the whole model as one unit is weighed beside gathering it block by block.
     """
     way = asked.partition("/")[0].partition("+")[0]
-    if way and way not in (*WAYS, *PIPELINES, ANY_PIPELINE):
+    whole = is_one_unit(asked)
+    unknown = way not in (*WAYS, *PIPELINES, ANY_PIPELINE) or (way in WAYS and "+" in asked and not whole)
+    if way and unknown:
         known = _ELSEWHERE.get(re.sub(r"[^a-z0-9]", "", way.lower()))
         meant = "" if known is None else f"; memfit's name for {way} is {known!r}"
         raise InputError(f"fixed sharding={asked!r}: there is {listed((*WAYS, *PIPELINES, ANY_PIPELINE))}{meant}")
-    whole = is_one_unit(asked)
     if way in WAYS and "/" in asked and way_of(asked)[1] != ranks:
         raise InputError(
             f"fixed sharding={asked!r}: {ranks} devices make {setting_of(ONE_UNIT if whole else way, ranks)!r}"

@@ -43,12 +43,15 @@ def refuse_one_device() -> None:
     """Refuse a plan for one device in one rank of several, whose gradients nobody would add up.
 
     Raises:
-        InputError: the process is one of several in a group.
+        InputError: the process is one of several in a group, or that torchrun has started to become one.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    in_group = dist.is_available() and dist.is_initialized()
+    there = (dist.get_rank(), dist.get_world_size()) if in_group else place()
+    if there is not None and there[1] > 1:
+        rank, ranks = there
         raise InputError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and memfit.fit without devices= fits one device: call "
-            f"memfit.fit(..., devices={dist.get_world_size()}) in all of them, or memfit.apply with a plan made for devices="
+            f"this process is rank {rank} of {ranks}, and memfit.fit without devices= fits one device: call memfit.fit(..., devices={ranks}) in all of them, "
+            "or memfit.apply with a plan made for devices="
         )
 
 

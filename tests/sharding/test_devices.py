@@ -25,6 +25,7 @@ from memfit.techniques.choices import Choices
 from memfit.techniques.sharding import ONE_UNIT, setting_of, way_of
 from memfit.units import format_seconds
 from sharding import steps
+from sharding.ranks import as_torchrun_tells
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,9 +143,11 @@ def test_devices_are_written_in_a_few_words() -> None:
     assert devices_of(2, HERE).devices == (HERE, HERE)
     assert len(devices_of(2, HERE).peers) == 1
     assert devices_of("8 x h100", HERE).devices[0].name == known_machine("h100").name
-    for wrong in ("x24GiB", "0x24GiB", "four", "4x24GiB@fast"):
+    for wrong in ("x24GiB", "0x24GiB", "four", "4x24GiB@fast", "2xcpu"):
         with pytest.raises(memfit.InputError, match="write how many and what"):
             devices_of(wrong, HERE)
+    with pytest.raises(memfit.InputError, match="devices of 24 bytes: write the unit along"):
+        devices_of("4x24", HERE)
 
 
 def test_collectives_take_the_time_of_a_ring() -> None:
@@ -242,8 +245,9 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
         planned(Topology((HERE, known_machine("h100"))), fixed={"sharding": "zero2"})
     with pytest.raises(memfit.InputError, match="is a share, and the devices have from"):
         planned(Topology((HERE, replace(HERE, memory_bytes=1 << 30))), budget="50%")
-    with pytest.raises(memfit.InputError, match="there is 'data', 'zero1', 'zero2', 'zero3'"):
-        planned(2, fixed={"sharding": "zero4"})
+    for unknown in ("zero4", "zero1+whole"):
+        with pytest.raises(memfit.InputError, match="there is 'data', 'zero1', 'zero2', 'zero3'"):
+            planned(2, fixed={"sharding": unknown})
     for elsewhere, here in (("fsdp", "zero3"), ("DDP", "data"), (3, "zero3"), ("ZeRO-2", "zero2"), ("1F1B", "1f1b")):
         with pytest.raises(memfit.InputError, match=f"memfit's name for {elsewhere} is '{here}'"):
             planned(2, fixed={"sharding": elsewhere})
@@ -257,6 +261,28 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
         memfit.InputError, match="this process belongs to no group: start it with torchrun --nproc-per-node 2"
     ):
         memfit.apply(plan, steps.chain()[0])
+
+
+def test_a_device_holds_no_more_than_its_memory_whatever_the_budget() -> None:
+    with pytest.raises(memfit.InfeasibleError, match="data parallel on 2 ranks: does not fit"):
+        planned(Topology((replace(HERE, memory_bytes=1 << 10),) * 2), budget="1GiB", fixed={"sharding": "data"})
+
+
+@pytest.mark.parametrize("way", ["data", "zero3", "1f1b"])
+def test_an_optimizer_that_holds_the_whole_model_is_refused_before_anything_is_captured(way: str) -> None:
+    model, sample, loss_fn = steps.chain()
+    made: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(memfit.InputError, match="hand over a function that makes it"):
+        memfit.plan(model, sample, loss_fn, "1GiB", made, devices=2, fixed={"sharding": way})
+
+
+def test_a_process_of_torchrun_is_not_fitted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a group or before there is one."""
+    for name, value in as_torchrun_tells(1, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    model, sample, loss_fn = steps.chain()
+    with pytest.raises(memfit.InputError, match="this process is rank 1 of 2, and memfit.fit without devices="):
+        memfit.fit(model, sample, loss_fn, "1GiB")
 
 
 def test_named_devices_are_planned_for_as_they_are_and_told() -> None:

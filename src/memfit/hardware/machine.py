@@ -190,8 +190,7 @@ def known_machine(name: str) -> Machine:
     Raises:
         InputError: no such entry; names the nearest ones.
     """
-    kind = str(name).partition(":")[0].lower()
-    if kind in _OF_TORCH:
+    if of_torch(name):
         raise InputError(
             f"device={str(name)!r} is a device of torch: move the model there (model.to({str(name)!r})) and leave device out; it takes the name of a GPU "
             'that is not in this computer, such as "rtx4090"'
@@ -222,6 +221,11 @@ def known_machine(name: str) -> Machine:
     elif not core and gigabytes is not None:
         hint = "name one, and give the memory as the budget; "
     raise InputError(f"no device called {name!r} is known; {hint}known are {known}")
+
+
+def of_torch(name: object) -> bool:
+    """Whether this names a device as torch does ("cpu", "cuda:0"), and no kind of device."""
+    return str(name).partition(":")[0].lower() in _OF_TORCH
 
 
 def is_machine(name: str) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from memfit.errors import BudgetError, InputError
-from memfit.hardware.machine import GIGA, Machine, known_machine
+from memfit.hardware.machine import GIGA, Machine, known_machine, of_torch
 from memfit.hardware.topology import Nodes, PeerLink, Topology, Wire
 from memfit.units import parse_bytes
 
@@ -28,6 +28,7 @@ ASSUMED_BETWEEN_BANDWIDTH: Final = 25 * GIGA
 SWITCH_LATENCY_SECONDS: Final = 3.4e-6
 BETWEEN_LATENCY_SECONDS: Final = 14e-6
 
+_LEAST_BYTES: Final = 1 << 20  # a number alone that is less is one of gigabytes whose unit was left out
 _FORM: Final = re.compile(
     r"\s*(?:(\d+)\s*[x*]\s*(?=\d+\s*[x*]))?(\d+)\s*(?:[x*]\s*([^@]+?)\s*)?(?:@\s*([^,]+?)\s*/\s*s\s*(?:,\s*(.+?)\s*/\s*s\s*)?)?",
     re.IGNORECASE,
@@ -76,15 +77,20 @@ def _of_no_form(text: str | int) -> InputError:
 
 def _named(text: str | int, what: str, here: Machine) -> Machine:
     """A device by its name ("h100", "4090") or its bytes ("24GiB")."""
+    if of_torch(what):
+        raise _of_no_form(text)
     try:
         return known_machine(what)
     except InputError:
         if not what[0].isdecimal():
             raise
     try:
-        return replace(here, memory_bytes=parse_bytes(what))
+        found = replace(here, memory_bytes=parse_bytes(what))
     except BudgetError:
         raise _of_no_form(text) from None
+    if what.isdecimal() and found.memory_bytes < _LEAST_BYTES:
+        raise InputError(f'devices={text!r} names devices of {what} bytes: write the unit along, as in "4x24GiB"')
+    return found
 
 
 def assumed_inside(machine: Machine) -> Wire:

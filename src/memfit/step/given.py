@@ -133,6 +133,18 @@ def _makes_optimizers(given: Any) -> bool:
     return isinstance(given, type) and issubclass(given, torch.optim.Optimizer)
 
 
+def refuse_made_optimizer(given: Any) -> None:
+    """Refuse, where a step is shared out among ranks, an optimizer that holds the whole model's parameters.
+
+    Raises:
+        InputError: it is one.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        raise InputError(
+            "the optimizer of a sharded model is made over this rank's shards: hand over a function that makes it (lambda p: torch.optim.AdamW(p))"
+        )
+
+
 def _by_name(name: str) -> OptimizerFactory:
     known: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value

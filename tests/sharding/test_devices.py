@@ -228,6 +228,20 @@ def test_what_an_engine_cannot_train_is_refused_in_a_sentence(way: str, change: 
         memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, fixed=fixed)
 
 
+def test_a_parameter_that_is_a_single_number_leaves_the_ways_that_bear_it() -> None:
+    """CLIP's temperature is one."""
+    model = Parts()
+    model.unused = nn.ParameterList([nn.Parameter(torch.ones(()))])  # type: ignore[assignment]
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return small.squared_error(model, batch) * model.unused[0]
+
+    sample = (torch.randn(4, 32), torch.randn(4, 32))
+    plan = memfit.plan(model, sample, loss_fn, 1 << 34, small.adamw, devices=2, fixed={"micro_batches": 1})
+    assert plan.choices.sharding in {"data/2", "zero1/2"}
+    assert any("the parameter unused.0 is a single number" in told for told in plan.rejected)
+
+
 @pytest.mark.parametrize(
     ("named", "told"),
     [({"fixed": {"stages": 2}}, "'stages' is no choice"), ({"allow": ["fp8"]}, "'fp8' is nothing that can be allowed")],

@@ -49,8 +49,9 @@ def _rows(shapes: Sequence[tuple[int, ...]], ranks: int, rank: int) -> list[tupl
     """Of each parameter the shape of a rank's shard: rows in chunks of equal size, the last ones smaller or empty."""
     found = []
     for shape in shapes:
-        chunk = -(-shape[0] // ranks)
-        found.append((max(0, min(chunk, shape[0] - rank * chunk)), *shape[1:]))
+        rows = shape[0] if shape else 1  # a single number, which `fully_shard` refuses where it is captured
+        chunk = -(-rows // ranks)
+        found.append((max(0, min(chunk, rows - rank * chunk)), *shape[1:]))
     return found
 
 

@@ -28,7 +28,7 @@ from memfit.optimizers.alike import unwrapped
 from memfit.pipelining.joining import join
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import origin_of, planning_of
-from memfit.sharding.same_model import check_same_model
+from memfit.sharding.same_model import check_same_model, check_same_optimizer
 from memfit.sharding.sharded import ShardedModel
 from memfit.sharding.ways import follow_device, group_of, shard
 from memfit.step.arranging import arranged
@@ -130,7 +130,13 @@ def apply(
         in_stages = plan.pipeline is not None
         sharded = join(plan, model, loss_fn, group) if in_stages else shard(model, plan.choices.sharding, group)
         if chosen is not None:
-            chosen = sharded.optimizer(chosen, lambda made: arranged(made, plan.choices, model, lower_tier))
+            agreement = sharded.agreement
+
+            def same(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+                check_same_optimizer(made, agreement)
+                return arranged(made, plan.choices, model, lower_tier)
+
+            chosen = sharded.optimizer(chosen, same)
     elif chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
         chosen = chosen([p for p in model.parameters() if p.requires_grad])
         check_optimizer(chosen)

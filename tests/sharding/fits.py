@@ -103,14 +103,14 @@ def refused(rank: int, ranks: int) -> list[str]:
     """What is said of calls that cannot be honoured.
 
     The ranks are of another number; rank 0 finds no plan before they have met; they are in a group, and no devices are named; a model is fitted twice; that of
-    one rank is another one.
+    one rank is another one; so is its optimizer.
     """
     model, sample, loss_fn = steps.chain()
     said: list[str] = []
 
-    def tried(**named: Any) -> None:
+    def tried(optimizer: Any = small.adamw, **named: Any) -> None:
         try:
-            memfit.fit(model, sample, loss_fn, "1MiB", small.adamw, **named)
+            memfit.fit(model, sample, loss_fn, "1MiB", optimizer, **named)
         except memfit.InputError as error:
             said.append(str(error))
 
@@ -128,6 +128,9 @@ def refused(rank: int, ranks: int) -> list[str]:
     if rank:
         torch.nn.init.ones_(model.get_parameter("2.weight"))
     tried(devices=ranks, fixed={"sharding": "zero3"})
+    for way in ("zero1", "1f1b"):
+        model = small.chain(3)
+        tried(lambda parameters: torch.optim.SGD(parameters, lr=0.1 + rank), devices=ranks, fixed={"sharding": way})
     torch.distributed.destroy_process_group()
     return said
 

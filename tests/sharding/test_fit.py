@@ -113,13 +113,17 @@ def test_a_fit_goes_on_in_a_group_that_is_there() -> None:
 
 def test_a_fit_in_another_world_says_what_to_call() -> None:
     """A script may catch what rank 0 says: the others waited for it to join them."""
-    for other, no_plan, one, *again, structure, values in on_ranks(2, fits.refused, 2, joined=False):
+    for other, no_plan, one, *again, structure, values, of_zero1, of_stages in on_ranks(
+        2, fits.refused, 2, joined=False
+    ):
         assert "there is 'data', 'zero1'" in no_plan
         assert len(again) == 2
         assert structure.startswith("the model of rank 1 is not that of rank 0")
         assert values.startswith(
             "the parameters of rank 1 are not those of rank 0 (2.weight is the first that differs)"
         )
+        assert of_zero1 == of_stages
+        assert of_zero1.startswith("the optimizer of rank 1 is not that of rank 0 (lr is 1.1 and 0.1), so ranks would")
         assert all("this rank has only a part of the model, since an earlier memfit.fit" in each for each in again)
         assert "there are 3 devices to train on, and this run has 2 ranks" in other
         assert "and memfit.fit without devices= fits one device" in one

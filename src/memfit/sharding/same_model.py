@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from memfit.errors import InputError
+from memfit.optimizers.chunked import kind_and_groups
+from memfit.sharding.agreement import Agreement
 from memfit.techniques.sharding import way_of
 
 NUMBERS: Final = 16  # of each parameter, evenly spaced
@@ -62,4 +64,26 @@ def check_same_model(model: nn.Module, structure: str, setting: str) -> None:
             raise InputError(
                 f"the parameters of rank {rank} are not those of rank 0 ({name} is the first that differs), and each rank keeps its own part of its own: seed "
                 "all ranks alike before the model is made, or load the same weights on all of them"
+            )
+
+
+def check_same_optimizer(optimizer: torch.optim.Optimizer, agreement: Agreement) -> None:
+    """Check that all ranks update by one rule; all of them have to call it.
+
+    Args:
+        optimizer: of this rank's part.
+        agreement: of the ranks.
+
+    Raises:
+        InputError: one has another class or another setting; on all ranks.
+    """
+    settings = {name: repr(value) for name, value in optimizer.defaults.items()}
+    kind, _ = kind_and_groups(optimizer)
+    kinds, of_ranks = zip(*agreement.of_all((kind.__name__, settings)), strict=True)
+    for rank, (own, other) in enumerate(zip(kinds, of_ranks, strict=True)):
+        name = next((name for name, value in other.items() if value != of_ranks[0].get(name)), None)
+        if own != kinds[0] or name is not None:
+            differs = f"{own} and {kinds[0]}" if own != kinds[0] else f"{name} is {other[name]} and {of_ranks[0][name]}"
+            raise InputError(
+                f"the optimizer of rank {rank} is not that of rank 0 ({differs}), so ranks would update one model by two rules: make the same on every rank"
             )

@@ -716,3 +716,14 @@ def test_layers_that_are_freed_between_steps_are_told_and_planned_for_when_fitte
     model.load_state_dict(plain.state_dict())
     steps(memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1}))
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_model_can_be_moved_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch exchanges tensors when it moves DTensors (as Lightning does after training under ZeRO), and none that something has a weak reference to."""
+    model = layers()
+    engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD)
+    engine.step(rows())
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.double()
+    assert all(torch.equal(a.double(), b) for a, b in zip(before, model.parameters(), strict=True))

@@ -252,7 +252,8 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
         None,
         best,
         f"gradients of micro-batches do not add up to the batch's (relative difference {best:.2g} with the best weights): "
-        "a layer or the loss mixes the samples of a batch, as batch norm, mixup and contrastive losses do, or forward writes what the next forward reads",
+        "a layer or the loss mixes the samples of a batch, as batch norm, mixup and contrastive losses do, the loss averages over labels and leaves some out "
+        f"by another number than {batches.IGNORED_LABEL} (ignore_index=0), or forward writes what the next forward reads",
     )
 
 

@@ -6,7 +6,6 @@ Used wherever a step may be undone, in the engine's transaction and in the rehea
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,30 +18,44 @@ from memfit.step.attributes import PlainValues, held_by
 from memfit.step.buffers import Buffers
 from memfit.step.device import device_of
 from memfit.step.generators import GeneratorStates
+from memfit.step.modules import every_module
 from memfit.techniques.autocast.precision import Scaling
 
 
 class Trained:
-    """Which parameters of a model are trained, as it was when that was last asked for. Kept from step to step, as there are thousands."""
+    """Which parameters of a model are trained, as it was when that was last asked for. Kept from step to step, as there are thousands.
+
+    By their places in modules: what has a weak reference cannot be moved by torch, which exchanges DTensors with others when a model is moved.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._known = [(weakref.ref(p), p.requires_grad) for p in model.parameters()]
+        found = {
+            id(parameter): (module._parameters, name, parameter.requires_grad)  # noqa: SLF001 - without the paths, which take most of the time
+            for module in every_module(model)
+            for name, parameter in module._parameters.items()  # noqa: SLF001 - as above
+            if parameter is not None
+        }
+        self._known = list(found.values())
 
     def changes(self) -> tuple[int, int]:
         """How many are that were not, and how many no longer."""
-        known = [(reference, p, before) for reference, before in self._known if (p := reference()) is not None]
-        more = sum(p.requires_grad and not before for _, p, before in known)
-        fewer = sum(before and not p.requires_grad for _, p, before in known)
+        now = [(parameter.requires_grad, before) for parameter, before in self._there()]
+        more = sum(trained and not before for trained, before in now)
+        fewer = sum(before and not trained for trained, before in now)
         if more or fewer:
-            self._known = [(reference, p.requires_grad) for reference, p, _ in known]
+            self._known = [
+                (table, name, p.requires_grad) for table, name, _ in self._known if (p := table.get(name)) is not None
+            ]
         return more, fewer
 
     def put_back(self) -> None:
         """Restore what has changed since."""
-        for reference, before in self._known:
-            parameter = reference()
-            if parameter is not None and parameter.requires_grad != before:
+        for parameter, before in self._there():
+            if parameter.requires_grad != before:
                 parameter.requires_grad_(before)
+
+    def _there(self) -> list[tuple[nn.Parameter, bool]]:
+        return [(p, before) for table, name, before in self._known if (p := table.get(name)) is not None]
 
 
 class Deciding:

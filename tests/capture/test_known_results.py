@@ -102,6 +102,21 @@ def test_results_of_one_call_and_of_another_one_are_told_apart() -> None:
     assert {"aten.native_layer_norm.default", "aten.max.dim"} <= set(made.answered)
 
 
+def test_a_layer_norms_gradient_is_laid_out_as_its_kernel_does_it() -> None:
+    """Torch's fake kernel follows the gradient that it is given: what reads it next then copied it, in predictions alone."""
+
+    def backward(make: Callable[..., Tensor]) -> tuple[Any, ...]:
+        gradient = make(2, 48, 64).transpose(1, 2)
+        return gradient, make(2, 64, 48), [48], make(2, 64, 1), make(2, 64, 1), make(48), make(48), [True, True, True]
+
+    operation = torch.ops.aten.native_layer_norm_backward.default
+    kernels = operation(*backward(torch.randn))
+    with FakeTensorMode():
+        for _ in range(2):  # worked out, and remembered
+            fakes = run_fake(operation, backward(torch.empty), {})
+            assert [each.stride() for each in fakes] == [each.stride() for each in kernels]
+
+
 def test_the_default_dtype_decides_too() -> None:
     with FakeTensorMode(), Compared():
         whole = torch.empty(3, dtype=torch.long)

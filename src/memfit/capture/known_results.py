@@ -84,13 +84,21 @@ def run_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     key: list[Any] = [func, torch.get_default_dtype()]
     reals = _takes_real(func)
     if not _flattened(args, key, reals) or (kwargs and not _flattened(tuple(kwargs.items()), key, reals)):
-        return func(*args, **kwargs)
+        return _worked_out(func, args, kwargs)
     exact = tuple(key)
     if exact in _KNOWN:
         kind = _KNOWN[exact]
-        return func(*args, **kwargs) if kind is None else _made(kind, args, kwargs)
-    result = func(*args, **kwargs)
+        return _worked_out(func, args, kwargs) if kind is None else _made(kind, args, kwargs)
+    result = _worked_out(func, args, kwargs)
     _KNOWN[exact] = _kind_of(func, args, kwargs, result)
+    return result
+
+
+def _worked_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By the modes that are on, laid out as the kernel does it: torch's fake one has the layout of the gradient (that of a mean over tokens is transposed)."""
+    result = func(*args, **kwargs)
+    if func is _aten.native_layer_norm_backward.default and result[0] is not None:
+        return result[0].contiguous(), *result[1:]
     return result
 
 

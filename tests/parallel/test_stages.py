@@ -19,6 +19,7 @@ from memfit.capture.source import StepSource
 from memfit.errors import EngineError, InputError
 from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.placement import place, placed
+from memfit.parallel.schedule import alone
 from memfit.parallel.stage_module import StageModule
 from memfit.planner.model_parts import Boundary, chain, part_calls
 from memfit.step.absent import Absent, only
@@ -372,3 +373,16 @@ def test_no_cut_goes_through_a_checkpoint_and_any_between_two(*, reentrant: bool
     calls = find_part_calls(model, batch, lambda m, b: m(*b), paths)
     assert [bool(reason) for reason in calls.refused] == [False, True, False, True]
     assert "are in one checkpoint of the model's own" in calls.refused[1]
+
+
+def test_a_gradient_is_sent_without_the_tensor_that_it_is_a_part_of() -> None:
+    """Of one sample, that of a long skip is: a schedule would hold all that a `cat` was given back until the message is gone."""
+    skip = torch.randn(1, 4, 8, requires_grad=True)
+    torch.cat([torch.randn(1, 4, 8), skip], 1).square().sum().backward()
+    gradient = skip.grad
+    assert gradient is not None
+    assert gradient.untyped_storage().nbytes() == 2 * gradient.nbytes
+    sent = alone(gradient)
+    assert torch.equal(sent, gradient)
+    assert sent.untyped_storage().nbytes() == gradient.nbytes
+    assert alone(sent) is sent

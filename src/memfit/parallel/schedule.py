@@ -97,10 +97,13 @@ class _TimedStage(PipelineStage):
         finally:
             self.busy_seconds += time.perf_counter() - started
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         try:
-            return super().backward_one_chunk(*args, **kwargs)
+            given = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            if bwd_chunk_id in self.bwd_cache:
+                self.bwd_cache[bwd_chunk_id] = tuple(map(alone, self.bwd_cache[bwd_chunk_id]))
+            return given
         finally:
             self.busy_seconds += time.perf_counter() - started
 
@@ -186,6 +189,12 @@ class Running:
             for info in infos
             if isinstance(info.buffer, Tensor)
         ]
+
+
+def alone(gradient: Any) -> Any:
+    """What is sent, without the rest of a larger tensor that it is a part of (one half of what a `cat` is given back): it is held until it is gone."""
+    part = isinstance(gradient, Tensor) and gradient.untyped_storage().nbytes() > gradient.nbytes
+    return gradient.clone() if part else gradient
 
 
 def _examples(metas: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -163,7 +163,7 @@ def real_on_ranks(why: str) -> CaptureError:
     return CaptureError(
         f"the step on one device had to be captured on real tensors ({why}), and that of one of several ranks can only be captured on fake ones: "
         "its bytes would not be known. Where forward or the loss reads values of tensors, to log them (.item(), print), do that after the step: "
-        "record.loss has the loss of all ranks"
+        "record.loss has the loss of all ranks; an optimizer that reads them (Adafactor) trains on one device"
     )
 
 

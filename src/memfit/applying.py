@@ -28,6 +28,7 @@ from memfit.optimizers.alike import unwrapped
 from memfit.pipelining.joining import join
 from memfit.planner.by_hand import RecomputePlacement
 from memfit.planning import origin_of, planning_of
+from memfit.sharding.by_rows import check_by_rows
 from memfit.sharding.same_model import check_same_model, check_same_optimizer
 from memfit.sharding.sharded import ShardedModel
 from memfit.sharding.ways import follow_device, group_of, shard
@@ -130,10 +131,12 @@ def apply(
         in_stages = plan.pipeline is not None
         sharded = join(plan, model, loss_fn, group) if in_stages else shard(model, plan.choices.sharding, group)
         if chosen is not None:
-            agreement = sharded.agreement
+            agreement, by_rows = sharded.agreement, sharded.shards_parameters
 
             def same(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 check_same_optimizer(made, agreement)
+                if by_rows:
+                    check_by_rows(made)
                 return arranged(made, plan.choices, model, lower_tier)
 
             chosen = sharded.optimizer(chosen, same)

@@ -21,6 +21,7 @@ from memfit.planner.head import head_of, sets_peak
 from memfit.planner.optimistic import step_facts
 from memfit.planner.timeline import Timeline
 from memfit.planning import Planning
+from memfit.sharding.by_rows import check_by_rows
 from memfit.sharding.roles import roles_of
 from memfit.step.given import check_closure, check_optimizer
 from memfit.step.program import OptimizerFactory
@@ -76,6 +77,8 @@ def offered_bundle(source: TraceSource, request: Request) -> TraceBundle:
         offers_to(subject, OF_OPTIMIZERS), fixed={name: value for name, value in fixed.items() if name in OF_OPTIMIZERS}
     )
     check_closure(subject.optimizer)
+    if subject.optimizer is not None and str(fixed.get("sharding", "")).startswith(("zero2", "zero3")):
+        check_by_rows(subject.optimizer)
     weighting = None
     if micro_batches is not None and micro_batches > 1:
         weighting = source.weighting(freeze)

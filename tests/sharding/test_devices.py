@@ -20,6 +20,7 @@ from memfit.hardware.machine import known_machine
 from memfit.hardware.network import ASSUMED_BANDWIDTH, ASSUMED_LATENCY_SECONDS, collective_seconds, devices_of
 from memfit.hardware.topology import PeerLink, Topology
 from memfit.planning import Planning, planning_of
+from memfit.sharding.by_rows import check_by_rows
 from memfit.sharding.roles import fullest, roles_of
 from memfit.techniques.choices import Choices
 from memfit.techniques.sharding import ONE_UNIT, setting_of, way_of
@@ -288,6 +289,25 @@ def test_an_optimizer_that_holds_the_whole_model_is_refused_before_anything_is_c
     made: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(memfit.InputError, match="hand over a function that makes it"):
         memfit.plan(model, sample, loss_fn, "1GiB", made, devices=2, fixed={"sharding": way})
+
+
+def test_an_optimizer_of_whole_matrices_is_not_given_rows_of_them() -> None:
+    """Under ZeRO 2 and 3 Muon would make each rank's rows orthogonal by themselves."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
+    batch = (torch.randn(4, 32), torch.randn(4, 32))
+    fixed = {"micro_batches": 1}
+
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon(parameters, lr=1e-3)
+
+    plan = memfit.plan(model, batch, small.squared_error, 1 << 34, muon, devices=2, fixed=fixed)
+    told = "Muon gives a part of a parameter's rows other numbers than the whole parameter"
+    assert any("ZeRO 3" in each and told in each for each in plan.rejected)
+    for way in ("zero2", "zero3"):
+        with pytest.raises(memfit.InputError, match=told):
+            memfit.plan(model, batch, small.squared_error, 1 << 34, muon, devices=2, fixed={**fixed, "sharding": way})
+    for made in (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Rprop):
+        check_by_rows(made(model.parameters(), lr=0.1))
 
 
 def test_a_process_of_torchrun_is_not_fitted_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ def _rows(setting: Setting, title: str) -> Iterator[dict[str, Any]]:
     for there in (False, True):
         moved = replace(program, build=partial(built, there=there))
         try:
-            _, batch, loss_fn = moved.build()
-            Plain(moved).step(batch, loss_fn, 1)
+            batch = moved.build()[1]
+            Plain(moved).step(batch, 1)
             break
         except ModuleNotFoundError as error:
             yield {**row, "kind": "not installed", "reason": str(error)}
@@ -103,11 +103,11 @@ def _plainly(setting: Setting, program: Any, steps: int) -> tuple[list[float], l
     """Losses, and all tensors of the model after each number of steps, on the host."""
     from programs.run import Plain
 
-    _, batch, loss_fn = program.build()
+    batch = program.build()[1]
     reference = Plain(program)
     losses, states = [], []
     for step in range(steps):
-        losses.append(reference.step(batch, loss_fn, 1000 + step))
+        losses.append(reference.step(batch, 1000 + step))
         states.append(_state(reference.model))
     setting.fresh()
     return losses, states

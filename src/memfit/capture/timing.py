@@ -45,7 +45,7 @@ SETTLED: Final = 0.9  # of the faults of the run before: they come with every ru
 AGREEMENT: Final = 1.1
 ROUNDS: Final = range(3, 8)
 VERY_LONG_SECONDS: Final = 0.5  # operations this long are run once: the setup of a first run is small in comparison
-MEMORY_BOUND: Final = 0.1  # operations that spend less than this fraction of their time on memory traffic are timed with warm caches alone
+MEMORY_BOUND: Final = 0.01  # operations that spend less than this fraction of their time on memory traffic are timed with warm caches alone
 # On a GPU: runs of each operation, launched while it is kept busy for about a millisecond; a cache is no larger than this.
 GPU_RUNS: Final = 4
 BUSY_CYCLES: Final = 2_000_000

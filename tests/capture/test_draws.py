@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from memfit.capture.capture import capture_real
 from memfit.capture.confirmation import trustworthy
 from memfit.capture.draws import OTHER_DRAWS
 from memfit.capture.source import StepSource
+from memfit.capture.values_read import asks_for_counts
 from memfit.planning import planning_of
 from memfit.values.trace import Trace
 
@@ -93,6 +95,45 @@ def test_sizes_that_the_parameters_decide_are_told_and_not_drawn(monkeypatch: py
     assert trace.sized_by_values
     assert trace.drawn_bytes == ()
     assert any("values decide how large some results are" in note for note in trace.notes)
+
+
+class Redrawing(nn.Module):
+    """Draws its features anew in every fifth forward, as performer-pytorch does: it counts its calls in a buffer."""
+
+    calls: Tensor
+    features: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("features", torch.randn(HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls >= 4:
+            self.features.copy_(torch.randn(HIDDEN, HIDDEN))
+            self.calls.zero_()
+        self.calls += 1
+        y: Tensor = torch.tanh(self.inner(x)) @ self.features
+        return y
+
+
+def test_what_forward_does_every_so_often_by_a_count_in_a_buffer_is_another_path() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Redrawing(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), Redrawing())
+    before = copy.deepcopy(model.state_dict())
+    most = memfit.plan(model, sample(), small.squared_error, 1 << 50, small.adamw, fixed={"micro_batches": 1})
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    plan = memfit.replan(most, memfit.smallest_budget(most))
+    assert any("not every forward runs the same operations: 2 paths" in note for note in plan.notes)
+    engine = memfit.apply(plan, model, small.squared_error, small.adamw)
+    records = [engine.step(sample(), meter=True) for _ in range(11)]
+    assert not any(record.begun_anew or record.divergences for record in records)
+    assert max(record.peak_bytes or 0 for record in records) <= plan.budget_bytes
+
+
+def test_a_count_that_nobody_asks_for_is_not_waited_for() -> None:
+    assert not asks_for_counts(traced(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(TOKENS))))
 
 
 def test_random_numbers_that_decide_values_only_are_no_draws(monkeypatch: pytest.MonkeyPatch) -> None:

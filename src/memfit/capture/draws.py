@@ -20,13 +20,17 @@ from memfit.batches import Batch
 from memfit.capture import extreme_draws
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import path_taken, same_forward, same_operations
+from memfit.capture.real_forward import first_other_forward
 from memfit.capture.source import StepSource
+from memfit.capture.values_read import asks_for_counts
 from memfit.step.generators import forked_generators
 from memfit.step.process_generators import outside_torch_kept
 from memfit.values.trace import Trace
 
 # After so many forwards is the step captured as well, where the first one and the second differ.
 LATER_FORWARDS: Final = (2, 3)
+# So many forwards are looked at where they count something (their calls, say) in a buffer and ask for the count: one in so many may run other operations.
+COUNTED_FORWARDS: Final = 32
 # After so many steps is it captured as well, where values that are not drawn decide sizes: those of the parameters, which steps change.
 LATER_STEPS: Final = (1, 2, 4)
 # From so many seeds is it captured as well, where random numbers may decide sizes or operations.
@@ -149,16 +153,15 @@ def _seen(
     """Captures under other draws, after more forwards, with other samples, this one first; how many failed; of how many forwards paths were looked at."""
     seen = [again(source)] if source.trained_elsewhere else [captured]
     failed, tried = 0, 1
-    if not captured.repeats:
-        for forwards in LATER_FORWARDS:
-            tried += 1
-            try:
-                other = again(replace(source, forwards_before=forwards))
-            except Exception:  # noqa: BLE001 - as below
-                failed += 1
-                continue
-            if path_taken(other.trace) != path_taken(captured.trace):
-                seen.append(other)
+    for forwards in _counted(captured, source) if captured.repeats else LATER_FORWARDS:
+        tried += 1
+        try:
+            other = again(replace(source, forwards_before=forwards))
+        except Exception:  # noqa: BLE001 - as below
+            failed += 1
+            continue
+        if path_taken(other.trace) != path_taken(captured.trace):
+            seen.append(other)
     shown, refused = _of_samples(samples, again, source)
     seen, failed, tried = [*seen, *shown], failed + refused, tried + len(samples)
     for draw in (*extreme_draws.End, *range(1, OTHER_DRAWS + 1)) if draws else ():
@@ -173,6 +176,17 @@ def _seen(
             break  # what is drawn decides values only
         seen.append(other)
     return [*seen, *(_after_steps(captured, again, source) if not draws else ())], failed, tried
+
+
+def _counted(captured: Captured, source: StepSource) -> tuple[int, ...]:
+    """After how many forwards one runs other operations because of what it counts in a buffer; none where it counts nothing."""
+    if captured.trace.source != "real" or source.forwards_before == 0 or not asks_for_counts(captured.trace):
+        return ()
+    try:
+        found = first_other_forward(source, COUNTED_FORWARDS)
+    except Exception:  # noqa: BLE001 - as below
+        return ()
+    return () if found is None else (found,)
 
 
 def _after_steps(captured: Captured, again: Callable[[StepSource], Captured], source: StepSource) -> Iterator[Captured]:

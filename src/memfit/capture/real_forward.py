@@ -50,6 +50,26 @@ def real_forward_names(
     return names.names
 
 
+def first_other_forward(source: StepSource, most: int) -> int | None:
+    """After how many forwards one runs other operations than the one before it; None where none of the first `most` does. Nothing of the model is changed."""
+
+    def look(sample: Batch) -> int | None:
+        names, before = _Names(), None
+        with forward_for_real(source) as program:
+            for number in range(most):
+                names.names.clear()
+                with batch_kept(sample), names:
+                    program.loss(sample)
+                if before is not None and names.names != before:
+                    return number
+                before = list(names.names)
+        return None
+
+    sample = source.sample
+    few = sample if batches.size(sample) <= 2 else rows_of(sample, 2)
+    return on_few(few, sample, look)[1]
+
+
 @contextmanager
 def forward_for_real(source: StepSource, choices: Choices = BASELINE) -> Iterator[StepProgram]:
     """Forwards run inside leave the model and the generators as they were."""

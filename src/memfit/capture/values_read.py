@@ -109,6 +109,19 @@ def _made_of_the_batch(trace: Trace) -> set[int]:
     return found
 
 
+def asks_for_counts(trace: Trace) -> bool:
+    """Whether Python reads what is made of buffers that forward writes, and of nothing else (how often it ran): by it forward may run other operations."""
+    forward = list(trace.in_forward())
+    written = {s for operation in forward for s in operation.writes}
+    counts = {s for s in written if trace.storages[s].category is Category.BUFFER}
+    for operation in forward:
+        if operation.reads and counts.issuperset(operation.reads):
+            if operation.name in READING:
+                return True
+            counts.update(operation.makes)
+    return False
+
+
 def _always_the_same(readings: Collection[Reading], operations: Sequence[Operation], of_batch: set[int]) -> str:
     """A note where something true or false that forward asks of the batch has one answer in all readings; empty where there is none.
 

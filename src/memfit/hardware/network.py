@@ -82,7 +82,8 @@ def _named(text: str | int, what: str, here: Machine) -> Machine:
     try:
         return known_machine(what)
     except InputError:
-        if not what[0].isdecimal():
+        # Four digits are those of a name ("4091").
+        if not what[0].isdecimal() or (what.isdecimal() and 1000 <= int(what) < 10000):
             raise
     try:
         found = replace(here, memory_bytes=parse_bytes(what))

@@ -65,9 +65,7 @@ def first_other_forward(source: StepSource, most: int) -> int | None:
                 before = list(names.names)
         return None
 
-    sample = source.sample
-    few = sample if batches.size(sample) <= 2 else rows_of(sample, 2)
-    return on_few(few, sample, look)[1]
+    return _on_two(source.sample, look)[1]
 
 
 @contextmanager
@@ -85,9 +83,12 @@ def forward_for_real(source: StepSource, choices: Choices = BASELINE) -> Iterato
 
 def looked_at(source: StepSource, choices: Choices = BASELINE) -> tuple[Batch, list[str]]:
     """Two samples and the operations of a real forward on them; the whole batch where the model does not run on two (a table made for its size)."""
-    sample = source.sample
-    few = sample if batches.size(sample) <= 2 else rows_of(sample, 2)
-    return on_few(few, sample, lambda some: real_forward_names(source, some, choices))
+    return _on_two(source.sample, lambda some: real_forward_names(source, some, choices))
+
+
+def _on_two(sample: Batch, look: Callable[[Batch], T]) -> tuple[Batch, T]:
+    """What a look at two samples of a batch gives, as for `on_few`."""
+    return on_few(sample if batches.size(sample) <= 2 else rows_of(sample, 2), sample, look)
 
 
 def on_few(few: Batch, sample: Batch, look: Callable[[Batch], T]) -> tuple[Batch, T]:

@@ -110,7 +110,6 @@ def record(
     )
     names = forward_names(trace)
     once = step.once is None or step.once[: len(names)] == names  # after them its backward, where that was run too
-    once = once and not refrozen
     return Captured(
         trace,
         recorder.calls,
@@ -118,7 +117,7 @@ def record(
         None if step.leaves_tensors or refrozen else step.graded,
         step.receiving,
         step.forced,
-        repeats=once,
+        repeats=once and not refrozen,
         before={
             place: before.get(place, "") for place in before | after if before.get(place, "") != after.get(place, "")
         },

@@ -1,4 +1,4 @@
-"""Processes for tests of several ranks: forked from one interpreter that has imported torch and memfit, and has run nothing.
+"""Processes for tests of several ranks and of commands: forked from one interpreter that has imported torch and memfit, and has run nothing.
 
 To import them takes most of a short process's time. The interpreter is started when the first process is asked for, and ends with the tests' own. Nothing of
 the tests is in it, so a forked process is as clean as a new one.
@@ -21,12 +21,16 @@ IMPORTED: Final = [
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.testing",
+    "rich.console",
     "transformers.utils",
     "memfit.api",
     "memfit.ranks",
     "memfit.parallel.pipeline",
     "memfit.pipelining",
+    "memfit.capture.capture",
     "memfit.cli.main",
+    "memfit.train.run",
+    "memfit.views",
 ]
 # Read when torch is imported.
 ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "GLOO_SOCKET_IFNAME": "lo"}

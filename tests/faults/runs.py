@@ -1,15 +1,14 @@
 """A tiny configured run in processes of its own, and the faults that befall them.
 
-Starting Python and torch takes seconds, so each process is forked from this one, which has them loaded; what the child runs is `memfit.cli.main.main`, all
-that the installed command runs. A fault is drawn as a *moment*: the n-th time the child is about to open, sync, rename or remove a file, is in the middle
-of writing one, or enters a layer or the optimizer. First the kind of moment is drawn, then which one: so the few renames of the snapshot writer are hit as
-often as its many writes, and drawn times, which are there too, would miss nearly all of them.
+Starting Python and torch takes seconds, so each process is forked from an interpreter that has them loaded (`forking`); what the child runs is
+`memfit.cli.main.main`, all that the installed command runs. A fault is drawn as a *moment*: the n-th time the child is about to open, sync, rename or remove a
+file, is in the middle of writing one, or enters a layer or the optimizer. First the kind of moment is drawn, then which one: so the few renames of the snapshot
+writer are hit as often as its many writes, and drawn times, which are there too, would miss nearly all of them.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any, Final, NoReturn
@@ -32,6 +32,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import forking
 import memfit
 from memfit.cli.main import main
 from memfit.hardware.machine import Link
@@ -105,8 +106,6 @@ TECHNIQUES: Final[Mapping[str, tuple[str, ...]]] = {
     "streamed layers": ("model.python=toy:tower", "fit.fixed.streamed=blocks"),
 }
 
-# What a run imports on its way, which would take each child seconds.
-LOADED: Final = ("torch._dynamo", "memfit.train.run", "memfit.views", "memfit.capture.capture", "rich.console")
 STEPS: Final = 9
 DONE: Final = 0
 INTERRUPTED: Final = 130
@@ -269,8 +268,6 @@ def _settings(settings: Sequence[str]) -> list[str]:
 def prepare(folder: Path, technique: str = "plain") -> Workplace:
     """Write model, configuration and data, plan, and train once without any fault."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in LOADED:
-        importlib.import_module(name)
     (folder / "toy.py").write_text(TOY, encoding="utf-8")
     (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
     draw = np.random.default_rng(0)
@@ -337,17 +334,14 @@ def child(
     said = folder / f".said-{os.getpid()}"
     counted = folder / f".moments-{os.getpid()}"
     counted.unlink(missing_ok=True)
+    process = forking.process(_run, folder, out, arguments, at, fault, most_bytes, said, counted)
     began = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of forking beside threads; torch's are not used here
-        pid = os.fork()
-    if pid == 0:
-        _run(folder, out, arguments, at, fault, most_bytes, said, counted)
+    forking.start([process])
     timer = None
     if after_s is not None:
-        timer = threading.Timer(after_s, _send, (pid, number))
+        timer = threading.Timer(after_s, _send, (process.pid, number))
         timer.start()
-    status = _wait(pid)
+    status = _wait(process)
     if timer is not None:
         timer.cancel()
     text = said.read_text(encoding="utf-8", errors="replace") if said.exists() else ""
@@ -362,17 +356,14 @@ def _send(pid: int, number: int) -> None:
         return  # it was done before
 
 
-def _wait(pid: int) -> int:
+def _wait(process: BaseProcess) -> int:
     """Exit status of a child; one that hangs is killed, and that is no end."""
-    until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise TimeoutError(f"a run took more than {PATIENCE_S:.0f} s")
+    process.join(PATIENCE_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise TimeoutError(f"a run took more than {PATIENCE_S:.0f} s")
+    return process.exitcode
 
 
 def _run(
@@ -397,7 +388,6 @@ def _run(
         # As a process that a person has started: pytest may have put another handler there.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(folder)
-        sys.modules.pop("toy", None)  # of another test, which has run it in this process
         moments = Moments(out, at, fault)
         if most_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))

@@ -204,14 +204,15 @@ def test_a_process_nobody_forked_is_killed_and_goes_on(place: Workplace) -> None
     assert place.differs(out) is None
 
 
+def interrupt_twice() -> None:
+    interrupt()
+    interrupt()
+
+
 def test_a_second_ctrl_c_stops_at_once_and_loses_nothing(place: Workplace) -> None:
     out = place.folder / "twice"
 
-    def twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    end = place.start(out, at=("layer", 60), fault=twice)
+    end = place.start(out, at=("layer", 60), fault=interrupt_twice)
 
     assert end.status == INTERRUPTED, end.said
     assert "Traceback" not in end.said

@@ -154,6 +154,7 @@ def test_real_tensors_count_by_their_shapes_beside_fake_ones() -> None:
     assert mode.answered == ["aten.mul.Tensor"] * 10 + ["aten._foreach_add_.List"]
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("name", at_night(sorted(NAMES), NAMES - QUICK))
 def test_traces_are_the_same_with_the_memory_and_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def trace() -> Any:

@@ -310,6 +310,7 @@ class Normalises(nn.Module):
         return made * 2 if self.reads and made.sum().item() > 1e9 else made
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("fixed", [{"micro_batches": 1}, {"micro_batches": 4}])
 @pytest.mark.parametrize("reads", [False, True])

@@ -24,6 +24,7 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("name", MODELS)
 def test_predicted_to_the_byte_with_the_same_bits(name: str) -> None:
     build = MODELS[name]

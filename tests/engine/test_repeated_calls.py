@@ -40,6 +40,7 @@ def call_plans(base: memfit.Plan) -> CallPlans:
     return planning.solver(1).call_plans
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     "case",
     [

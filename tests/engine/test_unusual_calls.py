@@ -57,6 +57,7 @@ def judged(name: str, parts: Iterable[int], precision: str = "full", **asked: An
         assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), parameters, strict=True)), part
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(
     ("name", "part"), [(name, 0 if number % 2 else PARTS // 2) for number, name in enumerate(PROGRAMS)]
 )

@@ -267,6 +267,7 @@ BEGUN = {  # when an update has begun already
 }
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("place", [*PLACES, "update"])
 @pytest.mark.parametrize("technique", [name for name in TECHNIQUES if name != "plain"])
 def test_out_of_memory_under_any_technique_changes_nothing_or_is_not_trained_on(technique: str, place: str) -> None:

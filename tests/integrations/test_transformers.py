@@ -733,6 +733,7 @@ def trainer_of_packed(trainer: Make, **named: Any) -> Any:
     return made
 
 
+@pytest.mark.alternate(2)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("make", [trainer_of_pairs, trainer_of_packed])
 def test_batches_of_more_or_fewer_rows_than_samples_are_planned_for_whole(

@@ -66,6 +66,7 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
         case("gtp")
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", CASE_NAMES)
 def test_a_step_is_finite_and_gives_gradients(name: str) -> None:
     outcome = step(case(name).build)
@@ -76,6 +77,7 @@ def test_a_step_is_finite_and_gives_gradients(name: str) -> None:
     assert all(bool(each.isfinite().all()) for each in gradients)
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("name", [each.name for each in CASES if each.bit_exact])
 def test_two_steps_from_one_seed_are_bit_equal(name: str) -> None:
     one, other = step(case(name).build), step(case(name).build)
@@ -84,6 +86,7 @@ def test_two_steps_from_one_seed_are_bit_equal(name: str) -> None:
     assert {key for key in one.state if not same_bits(one.state[key], other.state[key])} == set()
 
 
+@pytest.mark.alternate(2)
 @pytest.mark.parametrize("name", CASE_NAMES)
 def test_a_step_leaves_its_batch_alone(name: str) -> None:
     model, sample, loss_fn = case(name).build()
@@ -92,6 +95,7 @@ def test_a_step_leaves_its_batch_alone(name: str) -> None:
     assert all(same_bits(one, other) for one, other in zip(before, tensors_of(sample), strict=True))
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", SPLIT_NAMES)
 def test_a_case_that_splits_is_the_weighted_mean_of_its_parts(name: str) -> None:
     whole, parts = _gradients_whole_and_in_parts(case(name))

@@ -61,6 +61,7 @@ def _by_stages(
     return values[0].item()
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", ["sequential", "decoder", "tied", "encoder_decoder", "resnet"])
 def test_stages_one_after_the_other_give_the_gradients_of_the_whole(name: str) -> None:
     model, batch, loss_fn, _ = built(name)

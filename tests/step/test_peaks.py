@@ -56,6 +56,7 @@ def foreach(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     "way", [pytest.param(w, id=named(w), marks=pytest.mark.slow if len(w.techniques) > 1 else ()) for w in WAYS]
 )

@@ -177,6 +177,7 @@ def points_of(count: int, base: Plan) -> list[FrontierPoint]:
     return [*others, chosen] if count else []
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("count", [0, 1, 2, 6, 40])
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.4, 0.7, 0.93, 0.99, 1.0])
 def test_no_text_covers_another_wherever_the_chosen_plan_lies(share: float, count: int) -> None:
@@ -192,6 +193,7 @@ def test_no_text_covers_another_wherever_the_chosen_plan_lies(share: float, coun
                 assert len([t for t in texts(drawing) if t.startswith("this plan")]) in {0, 2}  # by the dot, in the key
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("share", [0.02, 0.4, 0.93, 1.0])
 def test_no_text_of_the_timeline_covers_another_wherever_the_peaks_lie(share: float) -> None:
     for room in (1.0, 1.05, 1.6):

@@ -21,6 +21,9 @@ COMPARED_PACKAGES := deepspeed==0.19.8 einops==0.8.2 msgpack==1.2.4 ninja==1.13.
 SETUP := $(VENV)/.setup$(if $(TORCH),-$(subst .*,,$(TORCH)))
 DATA := $(VENV)/.data$(if $(TORCH),-$(subst .*,,$(TORCH)))
 
+# Tests start hundreds of processes. Where the environment forbids bytecode each would compile memfit anew, and each of pytest's workers all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: setup demo test check bench docs nightly coverage wheel commits clean help
 

@@ -89,6 +89,50 @@ def test_where_none_of_many_samples_has_one_they_are_counted(rows: int, told: in
     assert found.reason == f"the gradient of {told} samples is 0.0, so nothing can be compared"
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_mixes_samples_only_once_the_model_has_moved_is_seen(sign: int) -> None:
+    """KTO (https://arxiv.org/abs/2402.01306): a divergence over the batch, zero at the start and never less, moves each sample's loss."""
+    model, reference = small.chain(1), small.chain(1)
+    reference.load_state_dict(model.state_dict())
+
+    def kto(model: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            start = reference(batch[0]).sum(1)
+        gain = sign * (model(batch[0]).sum(1) - start)
+        divergence = gain.detach().mean().clamp(min=0)
+        return torch.sigmoid(divergence - gain).mean()
+
+    versions = [p._version for p in model.parameters()]
+    found = find_splitting(model, small.rows(8), kto)
+
+    assert found.weights is None
+    assert "mixes the samples of a batch" in found.reason
+    assert [p._version for p in model.parameters()] == versions  # planning leaves no trace
+    assert small.same(small.state_of(model), small.state_of(reference))
+
+
+def test_a_student_that_starts_as_its_teacher_splits() -> None:
+    model, teacher = small.chain(1), small.chain(1)
+    teacher.load_state_dict(model.state_dict())
+
+    def distilled(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0]), teacher(batch[0]).detach())
+
+    assert find_splitting(model, small.rows(8), distilled).weights == "samples"
+
+
+def test_a_model_that_fails_off_its_parameters_is_compared_at_them() -> None:
+    class Unit(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not bool((self.bias == 1).all()):
+                raise RuntimeError("the bias is one")
+            return super().forward(x)
+
+    model = Unit(32, 32)
+    nn.init.ones_(model.bias)
+    assert find_splitting(model, small.rows(8), small.squared_error).weights == "samples"
+
+
 def test_gradients_of_nothing_cannot_be_compared() -> None:
     found = find_splitting(small.chain(1), small.rows(8), lambda m, b: 0 * small.squared_error(m, b))
     assert found.weights is None

@@ -3,6 +3,9 @@
 Layers that see the whole batch (batch norm) and losses that compare samples (contrastive) do not split; a mean over unmasked tokens splits by token counts,
 not by samples. None of this is guessed from names of layers: the gradients decide.
 
+They are compared at parameters a little off the model's own. Where a model starts, what mixes samples may be zero still: a student that is its teacher, the
+divergence from a reference model by which KTO moves its loss.
+
 Where rounding hides the answer (an ill-conditioned program that splits, a batch norm of little effect, 16-bit operations), the comparison is repeated in
 float64: there, what splits agrees far more closely, and what does not differs as before. That costs more, so it is done only in doubt, and not for large
 models, which are not copied.
@@ -35,6 +38,9 @@ SAMPLES_OF_LARGE_MODELS: Final = 2
 # So many times as many are looked at where the gradient of the first ones is zero (a dead ReLU).
 MORE_SAMPLES: Final = (1, 8, 64)
 LARGE_MODEL_PARAMETERS: Final = 50_000_000
+# How far parameters are off, those of so many elements: a share of each element, and so much where one is zero.
+OFF: Final = 0.01
+PARAMETERS_OFF: Final = 1_000_000
 # Differences of gradients, relative to the gradient's norm.
 # Rounding and no more: in fp32 most models show 1e-7 to 1e-6; in float64 all that split show far less.
 TOLERANCE: Final = 3e-6
@@ -171,10 +177,13 @@ def _is_large(model: nn.Module) -> bool:
 
 
 def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:
-    """On a few samples; on more, where their gradient is zero."""
+    """On a few samples; on more, where their gradient is zero. What splits is looked at the other way off, too: what mixes samples may be cut off at zero."""
     first, total = SAMPLES_OF_LARGE_MODELS if _is_large(model) else SAMPLES, batches.size(sample)
     for count in (min(times * first, total) for times in MORE_SAMPLES):
-        found = _compare_on(count, model, sample, loss_fn)
+        found = _compare_on(count, model, sample, loss_fn, OFF)
+        if found is not None and found.weights is not None:
+            other = _compare_on(2, model, sample, loss_fn, -OFF)
+            return other if other is not None and other.weights is None and math.isfinite(other.error) else found
         if found is not None:
             return found
         if count == total:
@@ -182,7 +191,9 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
     return Splitting(None, float("nan"), f"the gradient of {count} samples is 0.0, so nothing can be compared")
 
 
-def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting | None:
+def _compare_on(
+    count: int, model: nn.Module, sample: Batch, loss_fn: LossFunction | None, off: float
+) -> Splitting | None:
     """On the first samples; None where their gradient is zero."""
     unmasked = rows_of(sample, count)
     few = _with_masked_labels(unmasked)
@@ -190,11 +201,7 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
     with forked_generators(), indices_checked(device_of(model)), warnings.catch_warnings():
         # Of one sample there is no standard deviation, which no step of the user's asks for.
         warnings.simplefilter("ignore")
-        try:
-            (whole,) = _gradients(model, [few], loss_fn, mode)
-        except Exception:  # noqa: BLE001 - the model may not take the masked labels
-            few = unmasked
-            (whole,) = _gradients(model, [few], loss_fn, mode)
+        few, off, whole = _first_that_runs(model, [few, unmasked], loss_fn, mode, off)
         if mode.moved:
             # A momentum encoder starts as a copy of what it follows, so that its first moves change nothing that a comparison could see.
             which = ", ".join(list(mode.moved)[:3]) + (", ..." if len(mode.moved) > 3 else "")
@@ -214,10 +221,10 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
         whole_leaves = batches.undivided(batches.signature(sample))
         micro_batches = batches.split(few, [count - 1, 1], whole_leaves)
         try:
-            of_each = _gradients(model, micro_batches, loss_fn, mode)
+            of_each = _gradients(model, micro_batches, loss_fn, mode, off)
         except Exception as error:  # noqa: BLE001 - e.g. batch norm over one value
             return _failed(error)
-        norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
+        norm = _norm_of(whole)
         if norm == 0:
             return None
         if not math.isfinite(norm):
@@ -226,14 +233,16 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
         del whole, of_each
         tolerance = TOLERANCE
         if TOLERANCE <= min(differences.values()) < DOUBTFUL:
-            exact = None if _is_large(model) else _differences_in_float64(model, few, micro_batches, loss_fn)
+            exact = None if _is_large(model) else _differences_in_float64(model, few, micro_batches, loss_fn, off)
             if exact is not None:
                 differences = exact
             else:
                 tolerance = LOW_PRECISION_TOLERANCE if mode.low_precision else FP32_TOLERANCE
         masked = any(one is not other for one, other in zip(batches.leaves(few), batches.leaves(unmasked), strict=True))
         only_masked = (
-            masked and min(differences.values()) >= tolerance and _adds_up(model, unmasked, whole_leaves, loss_fn, mode)
+            masked
+            and min(differences.values()) >= tolerance
+            and _adds_up(model, unmasked, whole_leaves, loss_fn, mode, off)
         )
     for weighting, difference in differences.items():
         if difference < tolerance:
@@ -257,13 +266,32 @@ def _compare_on(count: int, model: nn.Module, sample: Batch, loss_fn: LossFuncti
     )
 
 
+def _first_that_runs(
+    model: nn.Module, samples: Sequence[Batch], loss_fn: LossFunction | None, mode: _Deterministic, off: float
+) -> tuple[Batch, float, list[torch.Tensor]]:
+    """The first of these samples that the model takes (masked labels it may not), how far its parameters are off there, or may not be, and its gradients."""
+    *others, last = [(sample, far) for far in (off, 0.0) for sample in samples]
+    for sample, far in others:
+        with suppress(Exception):
+            (whole,) = _gradients(model, [sample], loss_fn, mode, far)
+            if math.isfinite(_norm_of(whole)):
+                return sample, far, whole
+    (whole,) = _gradients(model, [last[0]], loss_fn, mode)
+    return *last, whole
+
+
 def _adds_up(
-    model: nn.Module, few: Batch, whole_leaves: frozenset[str], loss_fn: LossFunction | None, mode: _Deterministic
+    model: nn.Module,
+    few: Batch,
+    whole_leaves: frozenset[str],
+    loss_fn: LossFunction | None,
+    mode: _Deterministic,
+    off: float,
 ) -> bool:
     """Whether the gradients of these samples are those of all but one and of the last, weighted in some way."""
     micro_batches = batches.split(few, [batches.size(few) - 1, 1], whole_leaves)
-    (whole,) = _gradients(model, [few], loss_fn, mode)
-    of_each = _gradients(model, micro_batches, loss_fn, mode)
+    (whole,) = _gradients(model, [few], loss_fn, mode, off)
+    of_each = _gradients(model, micro_batches, loss_fn, mode, off)
     return min(_differences(few, micro_batches, whole, of_each).values()) < FP32_TOLERANCE
 
 
@@ -272,10 +300,11 @@ def _gradients(
     micro_batches: list[Batch],
     loss_fn: LossFunction | None,
     mode: _Deterministic,
+    off: float = 0.0,
     *,
     in_float64: bool = False,
 ) -> list[list[torch.Tensor]]:
-    """Of each micro-batch, gradients of the parameters that are compared, always the same ones in the same order.
+    """Of each micro-batch, gradients of the parameters that are compared, always the same ones in the same order; with these so far off.
 
     They run one after the other, as in training: a later one sees what an earlier one has written (a momentum encoder, a codebook, a queue of keys), and
     where that matters its gradient differs.
@@ -289,25 +318,31 @@ def _gradients(
 
     widening = _InFloat64() if in_float64 else nullcontext()  # type: ignore[no-untyped-call]
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    with (
-        parameters_kept(model, loss_fn) as written,
-        lent(model, float64_copy if in_float64 else own, loss_fn),
-        mode,
-        widening,
-    ):
-        compared = _compared([p for p in model.parameters() if p.requires_grad])
-        gradients = []
-        for micro_batch in micro_batches:
-            given = batches.map_tensors(float64_copy, micro_batch) if in_float64 else micro_batch
-            with batch_kept(given):
-                with _gradients_there(compared, mode):
-                    loss = batches.loss_of(model, given, loss_fn)
-                found = _gradients_of(loss, compared, model)
-                del loss
-            gradients.append([_dense(p, g) for p, g in zip(compared, found, strict=True)])
-            del found
-        mode.moved.update(dict.fromkeys(name for name in written() if name not in trained))
-        return gradients
+    with parameters_kept(model, loss_fn) as written:
+        _put_off(model, off)
+        with lent(model, float64_copy if in_float64 else own, loss_fn), mode, widening:
+            compared = _smallest([p for p in model.parameters() if p.requires_grad], LARGE_MODEL_PARAMETERS)
+            gradients = []
+            for micro_batch in micro_batches:
+                given = batches.map_tensors(float64_copy, micro_batch) if in_float64 else micro_batch
+                with batch_kept(given):
+                    with _gradients_there(compared, mode):
+                        loss = batches.loss_of(model, given, loss_fn)
+                    found = _gradients_of(loss, compared, model)
+                    del loss
+                gradients.append([_dense(p, g) for p, g in zip(compared, found, strict=True)])
+                del found
+            mode.moved.update(dict.fromkeys(name for name in written() if name not in trained))
+            return gradients
+
+
+def _put_off(model: nn.Module, off: float) -> None:
+    """Move the smallest parameters by a share of each element, drawn the same way each time; inside `parameters_kept`, which puts them back."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in _smallest([p for p in model.parameters() if p.requires_grad], PARAMETERS_OFF) if off else []:
+            drawn = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1).to(parameter)
+            parameter.add_(drawn * torch.where(parameter == 0, 1, parameter.abs()), alpha=off)
 
 
 @contextmanager
@@ -364,14 +399,14 @@ def _dense(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tens
 
 
 def _differences_in_float64(
-    model: nn.Module, few: Batch, micro_batches: list[Batch], loss_fn: LossFunction | None
+    model: nn.Module, few: Batch, micro_batches: list[Batch], loss_fn: LossFunction | None, off: float
 ) -> dict[str, float] | None:
     """The same without fp32's rounding; None where the program does not run in float64, or its gradient is not finite there."""
     mode = _Deterministic()
     try:
-        (whole,) = _gradients(model, [few], loss_fn, mode, in_float64=True)
+        (whole,) = _gradients(model, [few], loss_fn, mode, off, in_float64=True)
         differences = _differences(
-            few, micro_batches, whole, _gradients(model, micro_batches, loss_fn, mode, in_float64=True)
+            few, micro_batches, whole, _gradients(model, micro_batches, loss_fn, mode, off, in_float64=True)
         )
     except Exception:  # noqa: BLE001 - kernels for one dtype only, tensors that the dispatcher does not see
         return None
@@ -382,7 +417,7 @@ def _differences(
     few: Batch, micro_batches: list[Batch], whole: list[torch.Tensor], of_each: list[list[torch.Tensor]]
 ) -> dict[str, float]:
     """Relative difference of the batch's gradient and the sum of the micro-batches' gradients, by weighting."""
-    norm = sum(_norm(g) ** 2 for g in whole) ** 0.5
+    norm = _norm_of(whole)
     differences: dict[str, float] = {}
     for weighting in batches.weightings(few):
         shares = batches.shares(micro_batches, weighting)
@@ -397,8 +432,8 @@ def _differences(
     return differences
 
 
-def _compared(trainable: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters whose gradients are compared: all, or in a large model the smallest ones, which every layer has (norms, biases).
+def _smallest(trainable: list[nn.Parameter], elements: int) -> list[nn.Parameter]:
+    """All parameters, or of a model with more elements the smallest ones, which every layer has (norms, biases).
 
     A layer that sees the whole batch changes the gradients of all layers before it, so their large matrices are not needed to notice.
     """
@@ -406,10 +441,14 @@ def _compared(trainable: list[nn.Parameter]) -> list[nn.Parameter]:
     total = 0
     for parameter in sorted(trainable, key=lambda p: p.numel()):
         total += parameter.numel()
-        if total > LARGE_MODEL_PARAMETERS and chosen:
+        if total > elements and chosen:
             break
         chosen.append(parameter)
     return chosen
+
+
+def _norm_of(gradients: Sequence[torch.Tensor]) -> float:
+    return float(sum(_norm(g) ** 2 for g in gradients) ** 0.5)
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -110,6 +110,7 @@ def test_what_is_held_beside_tensors_of_kernels_is_predicted_closely(drawn: Draw
 
 
 WRITES_INTO_A_VIEW = Drawn((("linear", "relu_"),) * 3)
+WRITES_SHOW = torch.__version__ >= "2.15"
 
 
 def plan_of(drawn: Drawn) -> memfit.Plan:
@@ -117,6 +118,7 @@ def plan_of(drawn: Drawn) -> memfit.Plan:
     return memfit.plan(Stack(drawn), drawn.sample(), stack_loss, 1 << 50, OPTIMIZERS["adamw"], fixed=fixed)
 
 
+@pytest.mark.skipif(WRITES_SHOW, reason="fake tensors show the write since torch 2.15")
 def test_where_fake_tensors_show_other_operations_a_streamed_plan_says_so() -> None:
     """Of a write into a view autograd makes another node for real tensors, with a tensor of its own."""
     assert NOT_AS_STREAMED in plan_of(WRITES_INTO_A_VIEW).notes
@@ -125,6 +127,7 @@ def test_where_fake_tensors_show_other_operations_a_streamed_plan_says_so() -> N
 
 
 @pytest.mark.xfail(
+    not WRITES_SHOW,
     strict=True,
     reason="layers are streamed on fake tensors, which replay a view where real ones are made anew: 768 bytes too few",
 )

@@ -263,7 +263,7 @@ def test_a_compiled_loss_is_refused(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace.*is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
 def test_torchscript_is_refused() -> None:
     rows = torch.randn(8, small.WIDTH)
     traced = torch.jit.trace(blocks_as_written(), rows)

@@ -36,7 +36,7 @@ def judged(ranks: int, plans: list[memfit.Plan]) -> None:
         kept = torch.cat([mask.flatten() for mask in masks]).double()
         # Within five standard deviations of the mean of as many draws.
         assert abs(float(kept.mean()) - (1 - drawing.DROPPED)) < 5 * math.sqrt(0.25 / kept.numel())
-        assert [each.peak_bytes for each in of_ranks] == [rank.peak_bytes for rank in plan.prediction.ranks]
+        assert running.as_predicted([each.peak_bytes for each in of_ranks], plan)
         assert all(each.losses == of_ranks[0].losses for each in of_ranks)
         # Ranks that were seeded alike still are, so a loader's shuffles are the same on all of them.
         assert all(torch.equal(each.state, of_ranks[0].state) for each in of_ranks)

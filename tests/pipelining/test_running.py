@@ -63,14 +63,11 @@ def compared(
                 torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-6, msg=f"{plan.choices} {name}")
             for name, parameter in of_rank.parameters.items():
                 torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=1e-6, msg=f"{plan.choices} {name}")
-            predicted = plan.prediction.ranks[rank].peak_bytes
-            assert abs(predicted - of_rank.peak_bytes) <= CLOSE * of_rank.peak_bytes, (
-                plan.choices,
-                [(r.peak_bytes, each[number].peak_bytes) for r, each in zip(plan.prediction.ranks, ran, strict=True)],
-            )
             assert 0 <= of_rank.waiting < 1
             seen |= of_rank.gradients.keys()
         assert seen == gradients.keys()
+        peaks = [of_rank[number].peak_bytes for of_rank in ran]
+        assert running.as_predicted(peaks, plan, CLOSE), (plan.choices, plan.prediction.ranks, peaks)
         whole = ran[0][number].whole
         assert whole.keys() == build()[0].state_dict().keys()
         assert not any(each[number].whole for each in ran[1:])
@@ -110,7 +107,7 @@ def test_what_a_schedule_holds_of_what_it_has_sent_is_predicted_to_the_byte(
     ran = running.together(2, running.run, [plan.to_json()], running.sequential, "adamw")
     assert plan.pipeline is not None
     assert plan.pipeline.ends == ends
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
 def test_a_parameter_that_two_stages_of_a_rank_have_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,13 +121,13 @@ def test_a_parameter_that_two_stages_of_a_rank_have_is_there_once(monkeypatch: p
             ran = compared(2, running.blocks_that_share, optimizer, [plan])
         else:
             ran = running.together(2, running.run, [plan.to_json()], running.blocks_that_share, optimizer)
-        assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+        assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
 def test_a_tensor_that_every_rank_has_alike_is_there_once() -> None:
     plan = planned(running.weighed, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})
     ran = compared(2, running.weighed, "sgd", [plan])
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
 def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predicted() -> None:
@@ -144,7 +141,7 @@ def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predi
     assert any(script.recomputations for script in tight.pipeline.scripts)
     ran = compared(2, running.short_decoder, "sgd", [plan, tight, whole])
     for number, made in enumerate((plan, tight, whole)):
-        assert [of_rank[number].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in made.prediction.ranks]
+        assert running.as_predicted([of_rank[number].peak_bytes for of_rank in ran], made)
 
 
 def test_what_one_stage_of_a_rank_reads_of_the_batch_the_other_is_not_given() -> None:
@@ -153,7 +150,7 @@ def test_what_one_stage_of_a_rank_reads_of_the_batch_the_other_is_not_given() ->
     assert plan.pipeline is not None
     assert plan.pipeline.stages == 4
     ran = compared(2, running.masked_first, "sgd", [plan])
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
 def test_what_a_stage_hands_on_from_its_buffer_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +161,7 @@ def test_what_a_stage_hands_on_from_its_buffer_is_held_once(monkeypatch: pytest.
     received, sent = (plan.pipeline.messages[behind] for behind in (1, 2))
     assert {message.part for message in received} & {message.part for message in sent}
     ran = running.together(2, running.run, [plan.to_json()], running.encoder_decoder, "sgd")
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
@@ -175,7 +172,7 @@ def test_of_a_loss_that_lies_in_a_large_storage_the_number_is_held(schedule: str
     assert loss.untyped_storage().nbytes() > loss.nbytes
     plan = planned(running.squared, 2, f"{schedule}/2", "sgd", fixed={"micro_batches": 4})
     ran = compared(2, running.squared, "sgd", [plan])
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
 def test_what_micro_batches_with_and_without_padding_hold_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +192,8 @@ def test_what_micro_batches_with_and_without_padding_hold_is_predicted(monkeypat
     mostly_padded = running.together(2, running.run, [plan.to_json() for plan in plans], running.padded, "sgd")
     for number, plan in enumerate(plans):
         for rank, figures in enumerate(plan.prediction.ranks):
-            assert in_turns[rank][number].peak_bytes == figures.peak_bytes
+            if not running.RECEIVED_FOR_A_WHILE:
+                assert in_turns[rank][number].peak_bytes == figures.peak_bytes
             assert mostly_padded[rank][number].peak_bytes <= figures.peak_bytes
 
 
@@ -218,7 +216,7 @@ def test_stages_whose_paths_part_late_run_again_what_these_have_in_common(monkey
     assert any(script.calls for script in plan.pipeline.scripts)
     assert WITHIN_CALLS in plan.notes
     ran = compared(2, running.padded_late, "sgd", [plan])
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
     with pytest.raises(memfit.InfeasibleError, match="padded to one length longer than any text"):
         memfit.replan(roomy, least - 1)
 
@@ -247,7 +245,7 @@ def test_stages_make_whole_calls_of_blocks_again(setting: str, monkeypatch: pyte
         # The call of the model; the loss of the last stage comes after it.
         assert [(stretch.begins, stretch.ends) for stretch in script.kept_stretches] == [("", "")]
     ran = compared(2, running.decoder, "sgd", [plan])
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
 @pytest.mark.slow
@@ -262,7 +260,7 @@ def test_interleaved_stages_of_other_models(build: Callable[[], steps.Built]) ->
 def test_what_checkpoints_of_the_users_save_of_earlier_stages_takes_nothing(setting: str) -> None:
     plan = planned(running.checkpointed, 2, setting, "sgd", fixed={"micro_batches": 4})
     ran = running.together(2, running.run, [plan.to_json()], running.checkpointed, "sgd")
-    assert [of_rank[0].peak_bytes for of_rank in ran] == [rank.peak_bytes for rank in plan.prediction.ranks]
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
 @pytest.mark.slow

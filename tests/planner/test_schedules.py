@@ -48,6 +48,7 @@ def _run(schedule: Schedule, ranks: int, rank: int, micro_batches: int) -> list[
     made = kind.__new__(kind)
     made._stage, made._n_microbatches, made._num_stages, made._has_backward = stage, micro_batches, ranks, True
     made.scale_grads = False
+    made._finalize_gradients = True  # of torch 2.15
     empty: list[Any] = [()] * micro_batches
     made._check_inputs = lambda *_: (empty, empty)
     made._initialize_stage = made._maybe_compute_loss = made._maybe_get_loss = made._update_losses = lambda *_: None

@@ -18,6 +18,7 @@ from memfit.capture.process_group import fake_mesh
 from memfit.ranks import join_group
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.ways import follow_device
+from pipelining.running import RECEIVED_FOR_A_WHILE
 from sharding import equality, fits, steps
 from sharding.ranks import as_torchrun_tells, on_ranks
 
@@ -35,7 +36,8 @@ def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
     for told, measured, predicted, unchanged in on_ranks(2, fits.fitted, 2, way, joined=False):
         assert unchanged
         # gloo releases in a thread of its own, so up to one collective's buffer more may be seen; `test_training` takes more steps and compares to the byte.
-        assert predicted <= measured <= predicted + sum(p.nbytes for p in model.parameters())
+        assert measured <= predicted + sum(p.nbytes for p in model.parameters())
+        assert measured >= predicted or (way == "pipeline" and RECEIVED_FOR_A_WHILE)
         assert predicted <= 1 << 20
         assert told == pytest.approx(losses, rel=1e-5)
 

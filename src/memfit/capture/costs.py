@@ -17,10 +17,10 @@ from memfit.capture.generator_states import GENERATOR_STATE
 from memfit.capture.gloo_time import core_sharing, seconds_among
 from memfit.capture.host_time import BEFORE, ELSEWHERE, HostTime, touched_since
 from memfit.hardware.topology import Topology
-from memfit.values.trace import BEFORE_STEP, Category, Storage, Trace
+from memfit.values.trace import BEFORE_STEP, FILLS_REDUCTION, Category, Storage, Trace
 
 # Operations in which `fully_shard` puts parameters or gradients together for a collective; besides those they read what they write into.
-_BEFORE_COLLECTIVES: Final = ("fsdp.all_gather_copy_in.default", "fsdp.chunk_cat.default")
+_BEFORE_COLLECTIVES: Final = ("fsdp.all_gather_copy_in", FILLS_REDUCTION)
 PREPARING: Final = 5  # operations at most before a collective that are part of what an engine does for it, which begins with much Python
 
 # Of what cold caches add to an operation, the part that it meets in a step: most of what it reads was made just before, and lies in the last cache. Found on
@@ -105,7 +105,7 @@ def with_costs(
             operations.append(replace(op, seconds=seconds))
             together = 0
             continue
-        if op.name in _BEFORE_COLLECTIVES:
+        if op.name.startswith(_BEFORE_COLLECTIVES):
             together = len(op.reads) - 1
         if op.name == GENERATOR_STATE:
             operations.append(op)

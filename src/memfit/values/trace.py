@@ -50,7 +50,7 @@ class Phase(StrEnum):
 
 
 REDUCTIONS: Final = ("all_reduce", "reduce_scatter")  # collectives that add up what ranks have
-FILLS_REDUCTION: Final = "fsdp.chunk_cat"
+FILLS_REDUCTION: Final = "fsdp.chunk_cat"  # the beginning of its name, which torch 2.15 makes longer
 
 
 @dataclass(frozen=True, slots=True)

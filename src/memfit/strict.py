@@ -127,7 +127,7 @@ def _one_of(options: tuple[Any, ...], value: object, path: str) -> Any:
         return None
     wanted = [o for o in options if o is not types.NoneType]
     for option in wanted:  # what it is already beats what it could be read as
-        if isinstance(option, type) and type(value) is option:
+        if isinstance(option, type) and type(value) is option and not _is_no_number(value):
             return value
     problems = []
     for option in wanted:
@@ -139,6 +139,10 @@ def _one_of(options: tuple[Any, ...], value: object, path: str) -> Any:
     if len(wanted) == 1 or len(deeper) == 1:  # the one form that was meant, with a mistake inside
         raise (deeper or problems)[0]
     raise ConfigError(f"{path}: expected {' or '.join(described(o) for o in wanted)}, found {_shown(value)}")
+
+
+def _is_no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _sequence(options: tuple[Any, ...], value: object, path: str) -> tuple[Any, ...]:
@@ -171,7 +175,7 @@ def _scalar(hint: Any, value: object, path: str) -> Any:
         number = float(value)
     except (ValueError, OverflowError):
         raise wrong from None
-    if not math.isfinite(number) or (hint is int and not number.is_integer()):
+    if _is_no_number(number) or (hint is int and not number.is_integer()):
         raise wrong
     return int(number) if hint is int else number
 

@@ -80,7 +80,7 @@ def _share(text: str, percent: Fraction, total_bytes: int | None, accepted: str)
     if total_bytes is None:
         raise BudgetError(f"{text!r} is a share, but of what is not known here: {accepted}")
     if percent > 100:
-        raise BudgetError(f"{text!r} is more than the device has ({format_bytes(total_bytes)}): {accepted}")
+        raise BudgetError(f"{text!r} is more than the device has: {accepted}")
     return math.floor(total_bytes * percent / 100)
 
 

@@ -1,7 +1,8 @@
-"""YAML as people mean it: floats of version 1.2, and no key given twice."""
+"""YAML as people mean it: floats of version 1.2, dates as text, no key given twice, and nothing that JSON cannot say."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -27,15 +28,24 @@ _Loader.add_implicit_resolver(
     re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
+_Loader.yaml_implicit_resolvers = {  # version 1.2 has no dates: 2026-01-31 is text
+    first: [(tag, form) for tag, form in known if tag != "tag:yaml.org,2002:timestamp"]
+    for first, known in _Loader.yaml_implicit_resolvers.items()
+}
 
 
 def parse(text: str) -> Any:
     """The content of a YAML text.
 
     Raises:
-        yaml.YAMLError: it is none, or a key is given twice.
+        yaml.YAMLError: it is none, a key is given twice, or it holds what JSON cannot say (`!!binary`, an alias of what it stands in).
     """
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    content = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    try:
+        json.dumps(content)
+    except (TypeError, ValueError) as error:
+        raise yaml.YAMLError(f"it holds more than texts, numbers, lists and keys with values: {error}") from error
+    return content
 
 
 def lines(text: str) -> dict[str, int]:

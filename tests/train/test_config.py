@@ -264,6 +264,8 @@ def test_a_setting_that_cannot_be_meant_is_refused(tmp_path: Path, setting: str,
     [
         ("model: [", "run.yaml: line 1"),
         ("a: 1\nmodel: {hf: x, hf: y}\n", "line 2: the key 'hf' is given twice"),
+        ("model: {args: {x: !!binary aGk=}}", "it holds more than texts, numbers, lists and keys with values"),
+        ("model: &model {args: *model}", "it holds more than texts, numbers, lists and keys with values"),
         ("just words", "expected sections"),
         ("", "expected sections"),
     ],
@@ -271,6 +273,19 @@ def test_a_setting_that_cannot_be_meant_is_refused(tmp_path: Path, setting: str,
 def test_a_file_that_is_no_configuration_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text))
+
+
+def test_a_date_is_text(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, "model: {python: 'net:build', args: {since: 2026-01-31}}\ndata: {train: a.npz}\n")
+    )
+    assert config.model.args == {"since": "2026-01-31"}
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf"])
+def test_what_may_be_left_out_is_no_number_without_an_end_either(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set fit.clip_norm=.*: expected a number, found (nan|inf)"):
+        load_config(write(tmp_path, yaml.safe_dump(LEAST)), [f"fit.clip_norm={value}"])
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ LR = {"optim.lr": {"low": 1e-5, "high": 1e-2, "log": True}}
         ({"optim.lr": {"low": -1.0, "high": 0.1}}, "search.space.optim.lr: with -1.0 the run cannot be read: optim.lr: -1.0 is not positive"),
         ({"fit.global_batch": {"low": 1.5, "high": 8}}, "with 1.5 the run cannot be read: fit.global_batch: expected a whole number"),
         ({"fit.budget": ["8G"]}, "search.space.fit.budget: with '8G' the run cannot be read"),
+        ({"lr": [0.1]}, "search.space.lr: the run has no such key; did you mean optim.lr?"),
+        ({"optim.learning_rate": [0.1]}, "search.space.optim.learning_rate: the run has no such key; did you mean optim.lr?"),
+        ({"train.batch_size": [8]}, "search.space.train.batch_size: the run has no such key; did you mean fit.global_batch?"),
+        ({"optim.lr": {"type": "log", "low": 0.1}}, "search.space.optim.lr.type: no such key; a range has low, high, step and log"),
+        ({"fit.global_batch": {"low": 1, "high": 10**30}}, "search.space.fit.global_batch.high: expected a number, found 1000"),
+        ({"model.args.width": [{1, 2}]}, "the search holds more than texts, numbers, lists and keys with values"),
     ],
 )  # fmt: skip
 def test_a_space_that_cannot_be_meant_is_refused(tmp_path: Path, space: dict[str, Any], message: str) -> None:
@@ -57,6 +64,10 @@ def test_a_space_that_cannot_be_meant_is_refused(tmp_path: Path, space: dict[str
         ({"objectiv": "loss"}, "search.objectiv: no such key; did you mean search.objective?"),
         ({"objective": "validation_los"}, "a run has no metric 'validation_los'; did you mean validation_loss?"),
         ({"objective": []}, "search.objective is missing"),
+        (
+            {"objective": "validation_accuracy"},
+            "validation_accuracy is to become large: write {name: validation_accuracy, direction: maximize}",
+        ),
         (
             {"objective": {"name": "loss", "direction": "up"}},
             "search.objective.direction: expected one of minimize, maximize, found 'up'",
@@ -74,11 +85,29 @@ def test_a_space_that_cannot_be_meant_is_refused(tmp_path: Path, space: dict[str
         ({"budget": "8G"}, "search.budget is no number of bytes: '8G' has a unit memfit does not read"),
         ({"start": [{"optim.lrr": 1}]}, "search.start[0].optim.lrr: no such parameter; did you mean optim.lr?"),
         ({"start": [{"optim.lr": 1.0}]}, "search.start[0].optim.lr: 1.0 is not between 1e-05 and 0.01"),
+        ({"timeout": float("inf")}, "search.timeout: expected a number, found inf"),
     ],
 )
 def test_a_search_that_cannot_be_meant_is_refused(tmp_path: Path, search: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         searches.toy(tmp_path, LR, **search)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(3, "3 is none of the values from 1 in steps of 5"), (2.5, "2.5 is none of the values from 1")],
+)
+def test_what_is_tried_first_is_of_the_space(tmp_path: Path, value: float, message: str) -> None:
+    space = {"x": {"low": 1, "high": 11, "step": 5}}
+    with pytest.raises(ConfigError, match=re.escape(f"search.start[0].x: {message}")):
+        searches.command(tmp_path, space=space, start=[{"x": value}])
+    assert searches.command(tmp_path, space=space, start=[{"x": 6}]).config.start
+
+
+def test_what_is_wrong_with_the_run_itself_is_no_fault_of_the_space(tmp_path: Path) -> None:
+    data = {**searches.toy_file(tmp_path, LR), "defaults": {"x": 1}}
+    with pytest.raises(ConfigError, match="^defaults: no such key"):
+        read_search(data, tmp_path)
 
 
 def test_an_objective_of_validation_needs_validation_data(tmp_path: Path) -> None:
@@ -95,9 +124,25 @@ def test_an_objective_of_validation_needs_validation_data(tmp_path: Path) -> Non
         ({"command": "python3 {xx}"}, "search.command: {xx} is no parameter; did you mean x?"),
         ({"command": "python3 run.py"}, "search.space.x: the command does not use it: write {x}"),
         ({"command": "python3 {x}", "start": [{"x": "d"}]}, "search.start[0].x: 'd' is none of the choices 1, 2"),
+        ({"command": "python3 '{x}"}, "search.command cannot be read as a shell reads it: No closing quotation"),
+        ({"command": " "}, "search.command is empty: name a program"),
+        (
+            {"command": "python3 a.py {x} && python3 b.py"},
+            "search.command: '&&' is a shell's, and no shell reads the command",
+        ),
+        (
+            {"command": "train.py {x}"},
+            "search.command: train.py is no program that the system starts: begin with what runs it, as in python3",
+        ),
+        ({"command": "./train.py {x}"}, "search.command: ./train.py is no program that the system starts"),
+        (
+            {"command": "python3 {x}", "at_once": "auto"},
+            "search.at_once: auto needs search.memory, the bytes of each trial",
+        ),
     ],
 )
 def test_a_command_that_cannot_be_meant_is_refused(tmp_path: Path, search: dict[str, Any], message: str) -> None:
+    (tmp_path / "train.py").write_text("")
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_search({"search": {"space": {"x": [1, 2]}, "objective": "value", **search}}, tmp_path)
 
@@ -121,12 +166,19 @@ def test_a_file_without_a_search_says_so(tmp_path: Path) -> None:
 
 
 def test_settings_change_the_search_and_the_run(tmp_path: Path) -> None:
-    import json
-
     file = tmp_path / "run.json"
     file.write_text(json.dumps(searches.toy_file(tmp_path, LR)), encoding="utf-8")
     search = load_search(file, ["search.trials=7", "fit.global_batch=32"])
     assert (search.config.trials, search.run["fit"]["global_batch"], search.name) == (7, 32, "run")
+
+
+def test_settings_change_a_parameter_whose_name_has_dots(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(searches.toy_file(tmp_path, LR)), encoding="utf-8")
+    settings = ["search.space.optim.lr.high=0.1", "search.space.model.args.width=[8, 16]"]
+    space = load_search(file, settings).space
+    assert space["optim.lr"] == Range(1e-5, 0.1, log=True)
+    assert space["model.args.width"] == Choices({8: 8, 16: 16})
 
 
 def test_values_stand_where_the_run_has_them(tmp_path: Path) -> None:
@@ -136,6 +188,14 @@ def test_values_stand_where_the_run_has_them(tmp_path: Path) -> None:
     assert (run["optim"]["lr"], run["fit"]["allow"], run["model"]["args"]) == (0.001, ["bf16"], {"width": 16})
     assert search.run.get("optim") is None
     assert search.space["fit.allow"].value("bf16") == ["bf16"]
+
+
+def test_what_lies_inside_another_parameter_is_set_after_it(tmp_path: Path) -> None:
+    search = searches.toy(tmp_path, {"model.args.width": [8], "model.args": [{}, {"width": 4}]})
+    for _ in range(2):
+        values = {"model.args.width": 8, "model.args": search.space["model.args"].value('{"width": 4}')}
+        assert search.run_with(values)["model"]["args"] == {"width": 8}
+        assert search.space["model.args"].value('{"width": 4}') == {"width": 4}
 
 
 def test_choices_that_are_no_scalars_are_known_by_their_text() -> None:
@@ -156,6 +216,11 @@ def test_words_in_braces_are_replaced(tmp_path: Path) -> None:
     search = searches.command(tmp_path)
     words = command_with(search, {"x": 1.5, "y": ["a", 1]}, 3, tmp_path)
     assert words[-2:] == ("1.5", '["a", 1]')
+
+
+def test_a_parameter_may_have_a_dash(tmp_path: Path) -> None:
+    search = searches.command(tmp_path, space={"learning-rate": [0.1, 0.2]})
+    assert command_with(search, {"learning-rate": 0.1}, 0, tmp_path)[-1] == "0.1"
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -180,6 +245,9 @@ def test_each_pruner_can_be_made(tmp_path: Path, name: str) -> None:
         ({"pruner": "median", "objective": [{"name": "a"}, {"name": "b"}]}, "median compares trials by one objective, and there are 2"),
         ({"sampler": "grid"}, "search.space.x: a grid needs values that can be counted"),
         ({"pruner": {"name": "percentile", "options": {"percentile": 200}}}, "search.pruner: Optuna does not take these options"),
+        ({"sampler": {"name": "tpe", "options": {"seed": 3}}}, "search.sampler.options.seed: the seed of a search is search.seed"),
+        ({"sampler": {"name": "tpe", "options": {"n_startup_trials": "few"}}}, "search.sampler.options.n_startup_trials: expected a whole number, found 'few'"),
+        ({"pruner": "patient"}, "search.pruner: patient needs wrapped_pruner, patience: write {name: patient, options: {wrapped_pruner: ...}}"),
     ],
 )  # fmt: skip
 def test_a_sampler_or_pruner_that_is_not_there_is_refused(tmp_path: Path, search: dict[str, Any], message: str) -> None:
@@ -190,6 +258,6 @@ def test_a_sampler_or_pruner_that_is_not_there_is_refused(tmp_path: Path, search
 
 
 def test_options_reach_the_sampler(tmp_path: Path) -> None:
-    read = searches.command(tmp_path, sampler={"name": "tpe", "options": {"n_startup_trials": 3}})
+    read = searches.command(tmp_path, sampler={"name": "tpe", "options": {"n_startup_trials": "3"}})
     assert isinstance(read.config.sampler, Named)
     assert sampler_of(read, 0)._n_startup_trials == 3  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from memfit.errors import ConfigError
-from memfit.tune.search import Objective, Search
+from memfit.tune.search import PLACE, Objective, Search
 from memfit.tune.space import Choices, Range
 
 API_VERSION: Final = "kubeflow.org/v1beta1"
@@ -134,10 +134,7 @@ def _collector(search: Search) -> dict[str, Any]:
 
 def _container(search: Search, image: str, run_file: str) -> dict[str, Any]:
     if search.is_command:
-        words = [
-            re.sub(r"(?<![{$])\{([A-Za-z_][\w.]*)\}(?!\})", lambda match: _place(match[1]), word)
-            for word in search.config.command
-        ]
+        words = [PLACE.sub(lambda match: _place(match[1]), word) for word in search.config.command]
         limit = search.config.memory
     else:
         words = ["memfit", "train", run_file, "--set", "train.out=/tmp/memfit"]

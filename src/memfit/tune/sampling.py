@@ -100,12 +100,24 @@ def _made(module: Any, known: Mapping[str, str], asked: Named, what: str, given:
         raise ConfigError(f"search.{what}: there is no {asked.name!r}; {strict.nearest(asked.name, known)}")
     kind = getattr(module, known[asked.name])
     takes = inspect.signature(kind).parameters
-    for name in asked.options:
+    options = dict(given)
+    for name, value in asked.options.items():
+        if name == "seed":
+            raise ConfigError(f"search.{what}.options.{name}: the seed of a search is search.seed")
         if name not in takes:
             raise ConfigError(f"search.{what}.options.{name}: no such option; {strict.nearest(name, takes)}")
+        number = {"int": int, "float": float, "bool": bool}.get(str(takes[name].annotation))
+        options.setdefault(
+            name, value if number is None else strict.convert(number, value, f"search.{what}.options.{name}")
+        )
+    missing = [name for name, each in takes.items() if each.default is each.empty and name not in options]
+    if missing:
+        raise ConfigError(
+            f"search.{what}: {asked.name} needs {', '.join(missing)}: write {{name: {asked.name}, options: {{{missing[0]}: ...}}}}"
+        )
     try:
         with quietly():
-            return kind(**{**given, **{name: each for name, each in asked.options.items() if name not in given}})
+            return kind(**options)
     except (ImportError, ModuleNotFoundError) as error:
         raise InputError(
             f"the {what} {asked.name} needs a package that is missing ({error.name}): pip install 'memfit[tune]'"

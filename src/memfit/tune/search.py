@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import copy
 import json
 import re
 import shlex
@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_type_hints
 
-import yaml
-
-from memfit import strict, yaml_reader
+from memfit import strict
 from memfit.errors import BudgetError, ConfigError
 from memfit.train import config as run_config
 from memfit.tune.space import Space, read_space
@@ -24,7 +22,8 @@ KEY: Final = "search"
 # What a run of memfit reports: during training, and at its end.
 DURING: Final = ("loss", "validation_loss", "validation_accuracy")
 AT_END: Final = ("peak_bytes", "predicted_peak_bytes", "step_seconds", "seconds")
-_PLACE: Final = re.compile(r"(?<![{$])\{([A-Za-z_][\w.]*)\}(?!\})")
+PLACE: Final = re.compile(r"(?<![{$])\{([A-Za-z_][\w.-]*)\}(?!\})")  # a word in braces
+_OF_A_SHELL: Final = ("|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1")
 _OF_A_TRIAL: Final = ("trial", "out")  # words in braces that are no parameters
 
 
@@ -195,8 +194,8 @@ class Search:
     def run_with(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The run's keys with the values of a trial in their places; relative paths are read from `folder`."""
         data: dict[str, Any] = json.loads(json.dumps(self.run))
-        for name, value in values.items():
-            put(data, name, value)
+        for name, value in sorted(values.items(), key=lambda each: each[0].count(".")):  # a section, then what it holds
+            put(data, name, copy.deepcopy(value))
         return {**data, "folder": str(self.folder)}
 
     def described(self) -> dict[str, Any]:
@@ -230,25 +229,32 @@ def load_search(path: str | Path, settings: Iterable[str] = ()) -> Search:
     Raises:
         ConfigError: the file cannot be read, or says something that cannot be meant.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = json.loads(text) if Path(path).suffix == ".json" else yaml_reader.parse(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {yaml_reader.reason(error)}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected sections such as model, data, fit and search")
+    data = run_config.read_content(path)
     try:
         if data.get("kind") == "Experiment":
             from memfit.tune import katib
 
             data = katib.imported(data)
         for setting in settings:
-            run_config.override(data, setting)
+            _override(data, setting)
         return read_search(data, Path(path).resolve().parent, Path(path).stem)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _override(data: dict[str, Any], setting: str) -> None:
+    """Set one key by its path; the name of a parameter has dots of its own."""
+    path, equals, text = setting.partition("=")
+    inside = path.strip().removeprefix(f"{KEY}.space.")
+    search = data.get(KEY)
+    space = search.get("space") if isinstance(search, dict) else None
+    if inside == path.strip() or not isinstance(space, dict):
+        run_config.override(data, setting)
+        return
+    name = max((each for each in map(str, space) if f"{inside}.".startswith(f"{each}.")), key=len, default=inside)
+    parameter = {"parameter": space.get(name)}
+    run_config.override(parameter, f"parameter{inside.removeprefix(name)}{equals}{text}")
+    space[name] = parameter["parameter"]
 
 
 def read_search(data: Mapping[str, Any], folder: str | Path = ".", name: str = "search") -> Search:
@@ -266,9 +272,13 @@ def read_search(data: Mapping[str, Any], folder: str | Path = ".", name: str = "
         raise ConfigError("search is missing: what is to be searched, and what for (docs/tuning.md)")
     given = data[KEY]
     if isinstance(given, Mapping) and isinstance(given.get("command"), str):
-        given = {**given, "command": shlex.split(given["command"])}
+        given = {**given, "command": _words(given["command"])}
     config = strict.read(SearchConfig, given, KEY)
     run = {key: value for key, value in data.items() if key != KEY}
+    try:
+        json.dumps([run, config.space])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the search holds more than texts, numbers, lists and keys with values: {error}") from None
     folder = Path(folder, str(run.pop("folder", None) or ".")).resolve()
     search = Search(config, read_space(config.space), run, folder, config.study or name)
     if not config.objectives:
@@ -284,6 +294,21 @@ def read_search(data: Mapping[str, Any], folder: str | Path = ".", name: str = "
                 raise ConfigError(f"{where}: no such parameter; {strict.nearest(key, dict(search.space))}")
             search.space[key].label(value, where)
     return search
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"search.command cannot be read as a shell reads it: {error}") from None
+    if not words:
+        raise ConfigError("search.command is empty: name a program, or leave it out for trials that are runs of memfit")
+    for word in words:
+        if word in _OF_A_SHELL:
+            raise ConfigError(
+                f"search.command: {word!r} is a shell's, and no shell reads the command: have one do so, as in sh -c '... {word} ...'"
+            )
+    return words
 
 
 def _check_run(search: Search) -> None:
@@ -302,9 +327,19 @@ def _check_run(search: Search) -> None:
             )
         if objective.name.startswith("validation") and not _has_validation(search.run):
             raise ConfigError(f"search.objective: {objective.name} needs data.validation, and there is none")
+        if (objective.name, objective.direction) == ("validation_accuracy", "minimize"):
+            raise ConfigError(
+                "search.objective: validation_accuracy is to become large: write {name: validation_accuracy, direction: maximize}"
+            )
     base = {name: each.extremes()[0] for name, each in search.space.items()}
-    for name, parameter in search.space.items():
+    for name in search.space:
         _check_key(name)
+    try:
+        run_config.from_json(search.run_with(base), search.folder)
+    except ConfigError as error:
+        if not str(error).startswith(tuple(base)):
+            raise  # whatever is searched
+    for name, parameter in search.space.items():
         for value in parameter.extremes():
             try:
                 run_config.from_json(search.run_with({**base, name: value}), search.folder)
@@ -332,9 +367,8 @@ def _check_key(path: str) -> None:
             raise ConfigError(f"search.space.{path}: {'.'.join(names[:depth])} is a value and has no keys")
         known = [each.name for each in fields(kind) if (kind, each.name) != (run_config.Config, "folder")]
         if name not in known:
-            everything = sorted(_paths(run_config.Config))
-            found = difflib.get_close_matches(path, everything, 1, 0.6)
-            guess = f"did you mean {found[0]}?" if found else f"there are: {', '.join(known)}"
+            guess = strict.nearest(path, dict.fromkeys(sorted(_paths(run_config.Config))))
+            guess = guess if guess.startswith("did") else f"there are: {', '.join(known)}"
             raise ConfigError(f"search.space.{path}: the run has no such key; {guess}")
         hint = get_type_hints(kind)[name]
         kind = _section(hint)
@@ -369,10 +403,19 @@ def _check_command(search: Search) -> None:
         )
     if config.snapshots != "best":
         raise ConfigError("search.snapshots goes with runs of memfit: what a command writes is left as it is")
+    if config.at_once == "auto" and config.memory is None:
+        raise ConfigError(
+            "search.at_once: auto needs search.memory, the bytes of each trial: without it nothing says how many fit"
+        )
     program = config.command[0]
-    if not _PLACE.search(program) and shutil.which(program) is None and not Path(search.folder, program).is_file():
+    beside = Path(search.folder, program)
+    if not PLACE.search(program) and shutil.which(str(beside) if "/" in program else program) is None:
+        if beside.is_file():
+            raise ConfigError(
+                f"search.command: {program} is no program that the system starts: begin with what runs it, as in python3 {program}"
+            )
         raise ConfigError(f"search.command: there is no command {program!r}: give its path, or install it")
-    there = [name for word in config.command for name in _PLACE.findall(word)]
+    there = [name for word in config.command for name in PLACE.findall(word)]
     for name in there:
         if name not in search.space and name not in _OF_A_TRIAL:
             raise ConfigError(f"search.command: {{{name}}} is no parameter; {strict.nearest(name, dict(search.space))}")
@@ -388,7 +431,7 @@ def command_with(search: Search, values: Mapping[str, Any], trial: int, out: Pat
     words = {**values, "trial": trial, "out": out}
 
     def replaced(word: str) -> str:
-        return _PLACE.sub(lambda match: _text(words[match[1]]), word)
+        return PLACE.sub(lambda match: _text(words[match[1]]), word)
 
     return tuple(replaced(word) for word in search.config.command)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Scalar = None | bool | int | float | str
 
 _RANGE = ("low", "high", "step", "log")
+_MOST = 2**53  # above it neighbours are one float, which is what samplers draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,9 @@ class Range:
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.low <= value <= self.high:
             raise ConfigError(f"{where}: {value!r} is not between {self.low} and {self.high}")
+        steps = (value - self.low) / (self.step or 1)
+        if (self.whole or self.step) and not math.isclose(steps, round(steps), abs_tol=1e-9):
+            raise ConfigError(f"{where}: {value!r} is none of the values from {self.low} in steps of {self.step or 1}")
         return value
 
     def extremes(self) -> list[Any]:
@@ -167,7 +171,7 @@ def _parameter(data: object, where: str) -> Parameter:
         return _choices(data["choices"], where)
     for key in data:
         if key not in _RANGE:
-            found = difflib.get_close_matches(str(key), (*_RANGE, "choices"), 1, 0.5)
+            found = difflib.get_close_matches(str(key), (*_RANGE, "choices"), 1, 0.6)
             guess = f"did you mean {found[0]}?" if found else "a range has low, high, step and log"
             raise ConfigError(f"{where}.{key}: no such key; {guess}")
     return _range(data, where)
@@ -197,7 +201,7 @@ def _range(data: Mapping[str, Any], where: str) -> Range:
             raise ConfigError(f"{where}.{key} is missing: a range has low and high, and anything else is a list")
     for key in ("low", "high", "step"):
         value = data.get(key)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _MOST
         if not number and not (key == "step" and value is None):
             raise ConfigError(f"{where}.{key}: expected a number, found {value!r}")
     low, high, step, log = data["low"], data["high"], data.get("step"), data.get("log", False)

@@ -28,17 +28,15 @@ from memfit.service.store import StoredRun
 from memfit.service.stored_studies import StoredStudy
 from memfit.service.submission import checked
 from memfit.train.snapshot_folders import folders
-from memfit.tune.feasibility import check_feasible
+from memfit.tune.feasibility import check_feasible, to_plan
 from memfit.tune.metrics import Metrics, MetricsFile
 from memfit.tune.plans import Fit
 from memfit.tune.search import Search
-from memfit.tune.space import corners
 from memfit.tune.trials import ALONE, snapshots_of, with_answer
 from memfit.tune.tuning import BYTES, Live, Tuning
 
 _MOST_LOG: Final = 16 << 20  # bytes of a trial's log that are looked at
 _LESS: Final = 0.85  # of its predicted peak, for a trial that is repeated after it ran out of memory
-_CORNERS: Final = 12
 _CHECK: Final = "check-{}"
 
 
@@ -231,7 +229,7 @@ class ServiceTuning(Tuning):
 
     def __init__(self, search: Search, trials: StudyTrials) -> None:
         self.trials_of_study = trials
-        self._unchecked = list(corners(search.space, _CORNERS))
+        self._unchecked, _ = to_plan(search.space)
         self._checked: list[tuple[dict[str, Any], Fit]] = []
         super().__init__(search, trials=trials, runs=trials)
         if self.study.trials:

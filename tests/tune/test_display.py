@@ -31,6 +31,9 @@ from tune import searches
         ('{"validation_loss": null}', {"validation_loss": math.nan}),
         ("loss=nan", {"loss": math.nan}),
         ("loss=-inf", {"loss": -math.inf}),
+        ("{'loss': 1.5, 'grad_norm': '2.0', 'epoch': 0.5}", {"loss": 1.5, "grad_norm": 2.0}),
+        ("précision=0.5 точность: 0.25", {"précision": 0.5, "точность": 0.25}),
+        (f'{{"loss": 1{"0" * 400}}}', {"loss": math.inf}),
         ("no numbers here", {}),
         ("{broken", {}),
     ],
@@ -48,6 +51,9 @@ def test_steps_are_those_reported_or_counted() -> None:
     for line in ("loss=3", "loss=2", '{"step": 7, "loss": 1}', '{"step": 7, "loss": 0.5}'):
         metrics.add(line)
     assert metrics.values["loss"] == [(0, 3.0), (1, 2.0), (7, 0.5)]
+    for step in ("-1", "1e300"):  # which a study does not take
+        metrics.add(f"step={step} loss=4")
+    assert metrics.values["loss"][3:] == [(3, 4.0), (4, 4.0)]
 
 
 def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
@@ -59,8 +65,26 @@ def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
     file.write_text("loss=1\nloss=2\nloss=3", encoding="utf-8")
     assert read.read().values["loss"] == [(0, 1.0), (1, 2.0)]
     assert read.finished().values["loss"][-1] == (2, 3.0)
+    assert MetricsFile(file).finished().values["loss"] == [(0, 1.0), (1, 2.0), (2, 3.0)]
     file.write_text("loss=9\n", encoding="utf-8")  # a run that starts again from a snapshot
     assert read.read().values == {"loss": [(0, 9.0)]}
+
+
+def test_what_has_been_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, taken = tmp_path / "log", list[str]()
+    monkeypatch.setattr(Metrics, "add", lambda _, line: taken.append(line))
+    read = MetricsFile(file)
+    for number in range(4):
+        with file.open("a") as stream:
+            stream.write(f"loss={number}\n")
+        read.read()
+    assert taken == ["loss=0", "loss=1", "loss=2", "loss=3"]
+    with file.open("r+") as stream:  # cut at a snapshot, and as long as it was before the next look
+        stream.truncate(7)
+        stream.seek(7)
+        stream.write("loss=7\nloss=8\nloss=9\n")
+    read.read()
+    assert taken[4:] == ["loss=0", "loss=7", "loss=8", "loss=9"]
 
 
 def test_a_search_is_shown_as_lines_as_a_table_and_as_a_page(tmp_path: Path) -> None:

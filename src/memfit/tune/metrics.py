@@ -1,6 +1,7 @@
 """What a trial reports while it runs: numbers by name and step, from a run's log or from whatever a command prints or writes.
 
-A line is JSON ({"step": 3, "accuracy": 0.9}) or holds pairs such as `accuracy=0.9` or `accuracy: 0.9`; what is neither is left alone.
+A line is JSON ({"step": 3, "accuracy": 0.9}) or holds pairs such as `accuracy=0.9`, `accuracy: 0.9` or `'accuracy': '0.9'`, as transformers' Trainer prints
+them; what is neither is left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import IO, Any, Final
 from memfit.errors import InputError
 
 _NUMBER: Final = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|NaN|inf|Infinity)"
-_PAIR: Final = re.compile(rf"(?<![\w.])([A-Za-z_][\w./-]*)\s*[=:]\s*({_NUMBER}|\"[^\"]*\"|[^\s,;]+)")
+_PAIR: Final = re.compile(rf"(?<![\w.])([^\W\d][\w./-]*)['\"]?\s*[=:]\s*({_NUMBER}|'{_NUMBER}'|\"[^\"]*\"|[^\s,;]+)")
+_REMEMBERED: Final = 1 << 12  # bytes before what is new, by which a file that was written anew is told
 _STEPS: Final = ("step", "epoch", "global_step")
 
 
@@ -39,7 +41,7 @@ class Metrics:
         line = line.strip()
         if line.startswith("{"):
             try:
-                content = json.loads(line)
+                content = json.loads(line, parse_int=float)  # of any size
             except ValueError:
                 content = None
             if isinstance(content, Mapping):
@@ -48,13 +50,13 @@ class Metrics:
         pairs: dict[str, Any] = {}
         for name, text in _PAIR.findall(line):
             try:
-                pairs[name] = float(text)
+                pairs[name] = float(text.strip("'"))
             except ValueError:
-                pairs[name] = text.strip('"')
+                pairs[name] = text.strip("\"'")
         self._take(pairs)
 
     def _take(self, content: Mapping[str, Any]) -> None:
-        step = next((int(content[name]) for name in _STEPS if _finite(content.get(name))), None)
+        step = next((int(content[name]) for name in _STEPS if _counts(content.get(name))), None)
         for name, value in content.items():
             if name in _STEPS or isinstance(value, (bool, Mapping, list)):
                 continue
@@ -80,8 +82,9 @@ def _open(file: Path) -> IO[bytes]:
     return file.open("rb")
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _counts(value: Any) -> bool:
+    """Whether it is a step as a study takes it: an epoch of -1, before training, is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 class MetricsFile:
@@ -92,34 +95,35 @@ class MetricsFile:
         self.file = file
         self._opened = partial(_open, file) if opened is None else opened
         self._most = most
-        self._seen: tuple[int, int, int] | None = None
+        self._node, self._offset, self._before = -1, 0, b""  # what has been read: of which file, how much, and its end
         self._metrics = Metrics()
 
     def read(self) -> Metrics:
         """All that is in the file by now; a last line without its end waits."""
-        try:
-            with self._opened() as stream:
-                about = os.fstat(stream.fileno())
-                state = (about.st_ino, about.st_size, about.st_mtime_ns)
-                if state == self._seen:
-                    return self._metrics
-                text = stream.read(self._most).decode("utf-8", "replace")
-        except (OSError, InputError):
-            return self._metrics
-        metrics = Metrics()
-        for line in text.split("\n")[:-1]:
-            metrics.add(line)
-        self._seen, self._metrics = state, metrics
-        return metrics
+        self._rest()
+        return self._metrics
 
     def finished(self) -> Metrics:
         """The same once nothing more will come: the last line counts, whole or not."""
-        metrics = self.read()
+        rest = self._rest()
+        self._metrics.add(rest.decode("utf-8", "replace"))
+        return self._metrics
+
+    def _rest(self) -> bytes:
+        """Take the lines that are new, and return what comes after the last of them."""
         try:
             with self._opened() as stream:
-                text = stream.read(self._most).decode("utf-8", "replace")
+                node = os.fstat(stream.fileno()).st_ino
+                stream.seek(self._offset - len(self._before))
+                if node != self._node or stream.read(len(self._before)) != self._before:
+                    self._node, self._offset, self._before, self._metrics = node, 0, b"", Metrics()
+                    stream.seek(0)
+                whole, end, rest = stream.read(self._most - self._offset).rpartition(b"\n")
         except (OSError, InputError):
-            return metrics
-        if text and not text.endswith("\n"):
-            metrics.add(text.rpartition("\n")[2])
-        return metrics
+            return b""
+        if end:
+            self._offset += len(whole) + 1
+            self._before = (self._before + whole + end)[-_REMEMBERED:]
+            for line in whole.decode("utf-8", "replace").split("\n"):
+                self._metrics.add(line)
+        return rest

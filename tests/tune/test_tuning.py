@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -120,8 +121,59 @@ def test_what_is_to_be_tried_first_is_tried_first(tmp_path: Path) -> None:
         )
     )
     assert [row.values for row in warm.rows[:2]] == [row.values for row in found.rows]
+    more: dict[str, Any] = {"study": "fourth", "out": "out4", "store": "out/study.sqlite", "trials": 1}
     with pytest.raises(ConfigError, match="search.warm_start: the store has no study 'third'"):
-        run(searches.command(tmp_path, study="fourth", warm_start=["third"], store="out/study.sqlite"))
+        run(searches.command(tmp_path, warm_start=["third"], **more))
+    warm = run(searches.command(tmp_path, warm_start=["search"], start=({"x": 1.0, "y": -2.0},), **more))
+    assert (len(warm.rows), warm.rows[-1].values) == (3, (0.0,)), "the mended file begins as if it had been the first"
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"store": "postgres://me@here/base"}, "search.store: postgres://me@here/base is no store: name a file, or a"),
+        ({"store": "nonsense://here"}, "search.store: nonsense://here is no store"),
+        ({"out": "file/out"}, "cannot make the folder .*file/out .*: name another one in search.out or search.store"),
+        ({"store": "file/study.sqlite"}, "cannot make the folder .*file .*: name another one in search.out or"),
+    ],
+)
+def test_a_store_or_folder_that_cannot_be_is_one_sentence(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=message):
+        run(searches.command(tmp_path, **told))
+
+
+def test_options_that_optuna_fails_with_later_are_one_sentence(tmp_path: Path) -> None:
+    none = {"name": "tpe", "options": {"n_startup_trials": 0, "n_ei_candidates": 0}}
+    with pytest.raises(ConfigError, match=r"Optuna fails with their options \(ValueError: .*\): change them"):
+        run(searches.command(tmp_path, sampler=none))
+
+
+def test_the_command_that_goes_on_is_the_one_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    from cli.commands import Ran
+
+    file = tmp_path / "a search.yaml"
+    space = {"x": [1, 2]}
+    file.write_text(yaml.safe_dump({"search": {"space": space, "command": "true {x}", "objective": "value"}}))
+    monkeypatch.setattr("memfit.tune.call.run", interrupted)
+    ran = Ran(capsys, "tune", file, "--trials", "3", "--set", "search.out=b c")
+    assert ran.status == 130
+    assert f"to go on: memfit tune '{file}' --trials=3 '--set=search.out=b c'\n" in ran.err
+
+
+def test_a_search_goes_on_where_the_computer_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searches.command(tmp_path, "import time; time.sleep(0.5); print('value=1')", {"x": [1, 2]}, trials=2)
+    before = Tuning(search)
+    before.step(0.0)
+    assert before.live
+    before.close()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert [row.state for row in run(search).rows] == ["done", "done"]
 
 
 def test_metrics_are_read_from_a_file_too(tmp_path: Path) -> None:
@@ -161,7 +213,7 @@ def test_an_ignored_end_signal_does_not_hold_the_search_up(tmp_path: Path) -> No
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     found = run(searches.command(tmp_path, code, trials=1, timeout=1.0, grace=0.2))
     assert states(found) == ["failed"]
-    assert found.rows[0].why == "stopped (time), by force: it ignored its end signal"
+    assert found.rows[0].why == "stopped (its time was over), by force: it ignored its end signal"
 
 
 def test_out_of_memory_is_a_constraint_and_never_the_end(tmp_path: Path) -> None:

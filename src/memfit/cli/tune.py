@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +52,18 @@ def run(arguments: argparse.Namespace) -> Answer:
     try:
         found = search_all(search, shown)
     except KeyboardInterrupt:
-        shown.note(f"stopped; to go on: memfit tune {arguments.config}")
+        shown.note(f"stopped; to go on: {_command(arguments)}")
         raise
     finally:
         shown.close()
     return answer(found)
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """The same command again."""
+    given = {name: getattr(arguments, name) for name in ("trials", "budget", "cluster")}
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return shlex.join(["memfit", "tune", arguments.config, *words, *(f"--set={each}" for each in arguments.settings)])
 
 
 def _search(arguments: argparse.Namespace) -> Search:
@@ -99,6 +107,7 @@ def _exported(search: Search, arguments: argparse.Namespace) -> Answer:
 def answer(found: Results) -> Answer:
     """The answer for a search that is over."""
     from memfit.tune.results import BEST_NAME, CSV_NAME, PAGE_NAME
+    from memfit.views.drawing import counted
 
     out = found.search.out
     states = {state: found.count(state) for state in ("done", "pruned", "infeasible", "out of memory", "failed")}
@@ -124,7 +133,8 @@ def answer(found: Results) -> Answer:
         "best_run": str(out / BEST_NAME) if found.best and not found.search.is_command else None,
     }
     lines = [
-        f"{len(found.rows)} trials: " + ", ".join(f"{number} {state}" for state, number in states.items() if number)
+        f"{counted(len(found.rows), 'trial')}: "
+        + ", ".join(f"{number} {state}" for state, number in states.items() if number)
     ]
     for row in found.best[:5]:
         values = ", ".join(f"{name} {value:.6g}" for name, value in zip(names, row.values or (), strict=False))

@@ -17,6 +17,7 @@ EndKind = Literal["done", "failed", "out_of_memory", "killed", "stopped", "lost"
 
 _FULL: Final = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _TAIL: Final = 64 << 10  # bytes of output in which an error is looked for
+_STOPPED: Final = {"time": "its time was over", "silence": "no sign of life"}  # in words, by reason
 _NEVER_BEGUN: Final = "could not be started"
 _RANK: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+) \(pid: \d+\)", re.MULTILINE)
 
@@ -97,7 +98,9 @@ class End:
             case "killed":
                 return f"killed{ranks}" if ranks else f"killed by {_named(self.signal)}"
             case "stopped":
-                return f"stopped ({self.reason})" + (", by force: it ignored its end signal" if self.forced else "")
+                return f"stopped ({_STOPPED.get(self.reason, self.reason)})" + (
+                    ", by force: it ignored its end signal" if self.forced else ""
+                )
             case "lost":
                 return f"lost: {self.reason}"
 

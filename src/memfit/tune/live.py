@@ -106,7 +106,8 @@ def described(row: TrialRow, found: Results) -> str:
     names = [each.name for each in found.search.config.objectives]
     params = ", ".join(f"{name}={_number(value)}" for name, value in row.params.items())
     values = ", ".join(f"{name} {value:.6g}" for name, value in zip(names, row.values or (), strict=False))
-    end = values or (f"{row.state}: {row.why}" if row.why else row.state)
+    told = row.why if row.why.startswith(row.state) else f"{row.state}: {row.why}" if row.why else row.state
+    end = values or told
     size = "" if row.peak_bytes is None or row.state == "infeasible" else f", {format_bytes(row.peak_bytes)}"
     return f"{row.number} ({params}): {end}{size}"
 

@@ -66,7 +66,12 @@ def open_study(search: Search) -> Study:
     url = url_of(search)
     file = Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot make the folder {file.parent} ({error.strerror or error}): name another one in search.out or search.store"
+            ) from error
     with store_errors(url), _alone(url, file):
         if file is not None:
             _check(file)
@@ -82,9 +87,8 @@ def open_study(search: Search) -> Study:
             directions=[each.direction for each in search.config.objectives] if search.name not in known else None,
         )
         _compare(study, search, url)
-        if search.name not in known:
-            _begin(study, search, known)
         if IDENTITY not in study.user_attrs:
+            _begin(study, search, known)
             study.set_user_attr(IDENTITY, uuid.uuid4().hex)
     return study
 
@@ -250,9 +254,13 @@ def store_errors(url: str) -> Iterator[None]:
         raise InputError(
             f"the store {shown(url)} cannot be used: {reason}; what it holds is intact, and the same command goes on when this is mended"
         ) from error
-    except ModuleNotFoundError as error:
+    except sqlalchemy.exc.ArgumentError as error:
         raise InputError(
-            f"the store {shown(url)} needs a driver that is missing: pip install 'memfit[postgresql]'"
+            f"search.store: {shown(url)} is no store: name a file, or a database such as postgresql+psycopg2://user@host/database"
+        ) from error
+    except ImportError as error:
+        raise InputError(
+            f"the store {shown(url)} needs a driver that is missing; that of PostgreSQL: pip install 'memfit[postgresql]'"
         ) from error
 
 

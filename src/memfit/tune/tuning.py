@@ -140,7 +140,9 @@ class Tuning:
         for frozen in self.study.get_trials(states=(TrialState.RUNNING,)):
             owner = frozen.user_attrs.get(WORKER)
             own_store = self.search.config.store is None  # in this folder, which nobody else has open
-            if owner == self.worker or (owner is None and own_store):
+            # The computer may have another name by now: a container's is new each time.
+            here = owner is None or owner.partition(":")[2] == self.worker.partition(":")[2]
+            if owner == self.worker or (own_store and here):
                 self._prepare(Trial(self.study, frozen._trial_id))  # noqa: SLF001 - Optuna has no other way back to a trial
 
     # ------------------------------------------------------------------------------------------------------------ while
@@ -161,7 +163,7 @@ class Tuning:
         with store_errors(self.url):
             self._beat()
             while self._may_ask():
-                with quietly():
+                with quietly(), _options_of_optuna():
                     trial = self.study.ask()
                 self._prepare(trial)
             for name, end in self.runner.poll(seconds if self.live else 0.0):
@@ -227,7 +229,8 @@ class Tuning:
     def _prepare(self, trial: Trial) -> None:
         """Values, a plan, a run. Done again for a trial that was begun before, it finds what is there."""
         trial.set_user_attr(WORKER, self.worker)
-        values = {name: each.suggest(trial, name) for name, each in self.search.space.items()}
+        with _options_of_optuna():
+            values = {name: each.suggest(trial, name) for name, each in self.search.space.items()}
         beat(self.study, [trial._trial_id])  # noqa: SLF001 - as above
         name = name_of(trial.number)
         name = name + ALONE if self.runner.knows(name + ALONE) else name
@@ -304,8 +307,9 @@ class Tuning:
                 continue
             live.reported.add(step)
             live.trial.report(value, step)
-            if live.trial.should_prune():
-                live.stopping = True
+            with _options_of_optuna():
+                live.stopping = live.trial.should_prune()
+            if live.stopping:
                 # A run of ours has nothing to save: its bytes are wanted.
                 self.runner.stop(live.run, at_once=not self.search.is_command)
                 return
@@ -321,7 +325,8 @@ class Tuning:
         if end.kind == "out_of_memory":
             self._out_of_memory(live, end)
         elif end.kind == "stopped" and (live.stopping or end.reason == "asked"):
-            self._tell(live, TrialState.PRUNED, end.text, "pruned")
+            words = f"pruned after step {max(live.reported)}" if live.stopping else end.text
+            self._tell(live, TrialState.PRUNED, words, "pruned")
         elif end.kind == "done":
             self._done(
                 live,
@@ -455,6 +460,21 @@ class Tuning:
             self.runner.close()
         finally:
             self.trials.close()
+
+
+@contextmanager
+def _options_of_optuna() -> Iterator[None]:
+    """What Optuna does not check of a sampler's or pruner's options it fails with when it uses them.
+
+    Raises:
+        ConfigError: it has.
+    """
+    try:
+        yield
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"search.sampler and search.pruner: Optuna fails with their options ({type(error).__name__}: {error}): change them"
+        ) from error
 
 
 def _points_of_grid(search: Search) -> int | None:

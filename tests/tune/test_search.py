@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import ConfigError, InputError
-from memfit.tune import load_search, read_search
+from memfit.tune import load_search, read_search, run
 from memfit.tune.sampling import PRUNERS, SAMPLERS, pruner_of, sampler_of
 from memfit.tune.search import Named, command_with
 from memfit.tune.space import Choices, Range, read_space
@@ -163,6 +163,15 @@ def test_a_file_without_a_search_says_so(tmp_path: Path) -> None:
         load_search(file)
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         load_search(tmp_path / "absent.yaml")
+
+
+def test_a_file_in_place_of_a_search_is_told() -> None:
+    with pytest.raises(InputError, match=r"run takes a search, not 'search.yaml': load_search"):
+        run("search.yaml")  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"read_search takes what a search file holds, not 'search.yaml': of a file, load"
+    ):
+        read_search("search.yaml")  # type: ignore[arg-type]
 
 
 def test_settings_change_the_search_and_the_run(tmp_path: Path) -> None:

@@ -133,12 +133,23 @@ def test_what_is_to_be_tried_first_is_tried_first(tmp_path: Path) -> None:
     [
         ({"store": "postgres://me@here/base"}, "search.store: postgres://me@here/base is no store: name a file, or a"),
         ({"store": "nonsense://here"}, "search.store: nonsense://here is no store"),
-        ({"out": "file/out"}, "cannot make the folder .*file/out .*: name another one in search.out or search.store"),
-        ({"store": "file/study.sqlite"}, "cannot make the folder .*file .*: name another one in search.out or"),
+        (
+            {"out": "file/out"},
+            "cannot write to the folder .*file/out .*: name another one in search.out or search.store",
+        ),
+        (
+            {"out": "half", "store": "study.sqlite"},
+            "cannot write .*half/runner: .*; name another folder, or free space",
+        ),
+        ({"out": "kept"}, "cannot write to the folder .*kept .*: name another one in search.out or search.store"),
+        ({"store": "file/study.sqlite"}, "cannot write to the folder .*file .*: name another one in search.out or"),
     ],
 )
 def test_a_store_or_folder_that_cannot_be_is_one_sentence(tmp_path: Path, told: dict[str, Any], message: str) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "half" / "runner" / "runner.lock").mkdir(parents=True)  # nobody can write there, not even root
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / ".study.sqlite.lock").symlink_to("/proc/nothing")
     with pytest.raises(InputError, match=message):
         run(searches.command(tmp_path, **told))
 

@@ -60,13 +60,18 @@ class RunStore:
         folder: is made where it is missing.
 
     Raises:
-        InputError: another runner has the folder, or its file is damaged or of another version.
+        InputError: another runner has the folder, it cannot be written, or its file is damaged or of another version.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(
+                f"cannot write {folder}: {error.strerror or error}; name another folder, or free space"
+            ) from error
         if not locked(self._lock, _LOCK_SECONDS):
             os.close(self._lock)
             raise InputError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from memfit.errors import InputError
 from memfit.tune.live import SearchDisplay, SilentDisplay
 from memfit.tune.page import write_page
 from memfit.tune.results import Results, results
@@ -30,6 +31,10 @@ def run(search: Search, display: SearchDisplay | None = None) -> Results:
         InfeasibleError: nothing that is searched fits into the budget; said before the first trial.
         KeyboardInterrupt: after what ran was stopped; the same call goes on.
     """
+    if not isinstance(search, Search):
+        raise InputError(
+            f'run takes a search, not {search!r}: load_search("search.yaml"), or read_search of what such a file holds'
+        )
     display = display or SilentDisplay()
     tuning = Tuning(search, note=display.note)
     try:

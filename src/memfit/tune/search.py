@@ -268,6 +268,10 @@ def read_search(data: Mapping[str, Any], folder: str | Path = ".", name: str = "
     Raises:
         ConfigError: it says something that cannot be meant; the message names the key.
     """
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f'read_search takes what a search file holds, not {data!r}: of a file, load_search("search.yaml")'
+        )
     if data.get(KEY) is None:
         raise ConfigError("search is missing: what is to be searched, and what for (docs/tuning.md)")
     given = data[KEY]

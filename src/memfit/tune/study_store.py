@@ -68,9 +68,10 @@ def open_study(search: Search) -> Study:
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            _lock_of(file).touch()
         except OSError as error:
             raise InputError(
-                f"cannot make the folder {file.parent} ({error.strerror or error}): name another one in search.out or search.store"
+                f"cannot write to the folder {file.parent} ({error.strerror or error}): name another one in search.out or search.store"
             ) from error
     with store_errors(url), _alone(url, file):
         if file is not None:
@@ -182,6 +183,10 @@ def _compare(study: Study, search: Search, url: str) -> None:
         )
 
 
+def _lock_of(file: Path) -> Path:
+    return file.with_name(f".{file.name}.lock")
+
+
 def _check(file: Path) -> None:
     """SQLite's own check; what a killed process has left half written it takes back, as it is made for.
 
@@ -207,7 +212,7 @@ def _check(file: Path) -> None:
 def _alone(url: str, file: Path | None) -> Iterator[None]:
     """Nobody else makes tables or studies meanwhile."""
     if file is not None:
-        with file.with_name(f".{file.name}.lock").open("w") as lock:
+        with _lock_of(file).open("w") as lock:
             if not locked(lock.fileno(), _LOCK_SECONDS):
                 raise InputError(
                     f"another process has been making its study in {file} for {_LOCK_SECONDS:.0f} s: if it is halted, let it go on or end it, then start again"

@@ -17,8 +17,11 @@ import pytest
 from memfit.errors import ConfigError, InputError
 from memfit.runner import guard
 from memfit.service import launching
+from memfit.service.database import SqliteDatabase, StoreError
+from memfit.service.progress import LogFollower, Progress
 from memfit.service.refusals import NotNowError, Refusal
 from memfit.service.service import Submission
+from memfit.service.settings import read_capacity
 from service import small_runs
 from service.conftest import ANNA, Serving
 
@@ -36,6 +39,10 @@ PLAN = {
         ({"version": {"number": 2}}, ConfigError, "version: no such key"),
         ({"train": {"steps": 5, "epoch_steps": 3}}, ConfigError, "train.epoch_steps: no such key"),
         ({"fit": {"budget": "lots"}}, ConfigError, "fit.budget: "),
+        ({"data": {"train": "a\0b"}}, Refusal, "data.train: there is no 'a\\\\x00b'"),
+        ({"data": {"train": ["train.npz", "\ud800"]}}, Refusal, "data.train: there is no"),
+        ({"model": {"python": f"{'a' * 5000}:build"}}, Refusal, "model.python: the uploaded folder has no module"),
+        ({"model": {"args": {"x": float("nan")}}}, Refusal, "the run file holds NaN or an infinity"),
     ],
 )  # fmt: skip
 def test_a_run_file_that_cannot_be_meant_is_refused_when_it_is_sent(
@@ -45,6 +52,65 @@ def test_a_run_file_that_cannot_be_meant_is_refused_when_it_is_sent(
     with pytest.raises(error, match=words):
         serving.submit(**section)
     assert serving.service.store.listed(owner=None) == []
+
+
+def test_every_section_of_a_run_file_is_taken_and_kept(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    told = small_runs.run_file(train={"eval_every": 2}, data={"validation": "train.npz"})
+    stopping = {**told, "early_stopping": None}  # with nothing below it: what it is by default
+    kept = serving.service.submit(ANNA, Submission(stopping, code=serving.code()))[0].config
+    assert "early_stopping" in kept
+    model = {**told["model"], "task": "causal-lm"}
+    more = {**told, "model": model, "lora": {"rank": 4}, "generate": {"prompts": ["Once"]}}
+    kept = serving.service.submit(ANNA, Submission(more, code=serving.code()))[0].config
+    assert (kept["lora"], kept["generate"]) == ({"rank": 4}, {"prompts": ["Once"]})
+
+
+def test_what_is_asked_of_a_run_that_has_just_ended_changes_nothing(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve()
+    run = serving.submit()
+    serving.service.store.change(run.number, "running", "started", state="running")
+    seen = serving.service.store.run(run.number)
+    serving.service.store.change(run.number, "done", "done", state="done", ended=1.0)
+    monkeypatch.setattr(serving.service, "run", lambda *_: seen)  # as it was a moment ago
+    assert serving.service.cancel(ANNA, run.number).asked == ""
+    with pytest.raises(NotNowError, match="is done: what waits or runs can be paused"):
+        serving.service.pause(ANNA, run.number)
+    assert [event.kind for event in serving.service.store.events(run.number)] == ["planning", "running", "done"]
+
+
+def test_numbers_that_a_run_makes_up_stop_nobody(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    run = serving.submit()
+    out = serving.service.folder(run) / "out"
+    out.mkdir(parents=True)
+    huge = "1" + "0" * 400
+    lines = [f'{{"step": {huge}}}', f'{{"step": 3, "seconds": {huge}, "loss": {huge}, "peak_bytes": {huge}}}']
+    (out / "log.jsonl").write_text("\n".join(lines) + "\n")
+    assert LogFollower(serving.service.folder(run)).look() == Progress(step=3)
+
+
+def test_a_store_that_cannot_be_read_is_tried_again(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    database = serving.service.store.database
+    assert isinstance(database, SqliteDatabase)
+    database.connection.set_progress_handler(lambda: 1, 1)  # every query fails
+    with pytest.raises(StoreError, match="cannot be used: interrupted; what it holds is intact, and memfit goes on"):
+        serving.studies.look()
+    with pytest.raises(StoreError):
+        serving.housekeeping.look()
+    database.connection.set_progress_handler(None, 1)
+
+
+def test_a_gpu_without_a_number_is_the_first() -> None:
+    assert read_capacity(("cuda=24GiB", "8GiB")) == {"cuda:0": 24 << 30, "cpu": 8 << 30}
+
+
+def test_a_copy_that_cannot_be_written_is_one_sentence(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot write the copy .*missing.copy: unable to open database file; name"):
+        serve().service.store.backup(tmp_path / "missing" / "copy")
 
 
 def test_the_same_key_with_another_body_is_refused_and_names_the_run(serve: Callable[..., Serving]) -> None:

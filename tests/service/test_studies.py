@@ -179,6 +179,8 @@ def test_a_study_is_cancelled_with_its_trials_and_by_its_owner_alone(serve: Call
         ({"store": "postgresql://elsewhere/x"}, "search.store: on a service"),
         ({"out": "/etc"}, "search.out: on a service"),
         ({"sampler": "gp"}, "gp needs torch"),
+        ({"sampler": "tpee"}, "search.sampler: there is no 'tpee'; did you mean tpe?"),
+        ({"sampler": {"name": "tpe", "options": {"n_ei_candidates": "1e12"}}}, "search.sampler.options.n_ei_candidates"),
         ({"sampler": {"name": "tpe", "options": {"n_ei_candidates": 10**12}}}, "search.sampler.options.n_ei_candidates"),
         ({"sampler": "grid", "space": {"optim.lr": {"low": 0.0001, "high": 1.0, "step": 0.00000001}}}, "a grid of 10000 is taken"),
         ({"trials": 10**9}, "search.trials"),

@@ -109,6 +109,8 @@ def _errors(app: FastAPI) -> None:
     def _(_request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(each) for each in first["loc"])
+        if where == "body":
+            return told(422, "Refusal", "the body is to be a JSON object, sent with content-type: application/json")
         return told(422, "Refusal", f"{where}: {first['msg']}")
 
     @app.exception_handler(RecursionError)

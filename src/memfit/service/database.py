@@ -10,7 +10,7 @@ import sqlite3
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -169,13 +169,17 @@ class SqliteDatabase(Database):
 
     def read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         """As in `Database`."""
-        return self.connection.execute(query, values).fetchall()
+        try:
+            return self.connection.execute(query, values).fetchall()
+        except sqlite3.OperationalError as error:
+            raise StoreError(
+                f"the store {self.file} cannot be used: {error}; what it holds is intact, and memfit goes on when this is mended"
+            ) from error
 
     def version(self) -> object | None:
         """As in `Database`."""
-        connection = self.connection
-        (of_others,) = connection.execute("PRAGMA data_version").fetchone()
-        return connection, of_others, connection.total_changes
+        ((of_others,),) = self.read("PRAGMA data_version")
+        return self.connection, of_others, self.connection.total_changes
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -197,9 +201,11 @@ class SqliteDatabase(Database):
 
     def backup(self, file: Path) -> None:
         """As in `Database`."""
-        with sqlite3.connect(file) as copy:
-            self.connection.backup(copy)
-        copy.close()
+        try:
+            with closing(sqlite3.connect(file)) as copy:
+                self.connection.backup(copy)
+        except sqlite3.Error as error:
+            raise InputError(f"cannot write the copy {file}: {error}; name another file, or free space") from error
 
     def give_no_number_again(self, numbers: Mapping[str, int]) -> None:
         """As in `Database`; `memfit.service.restoring` does it where a copy is put back."""

@@ -232,7 +232,8 @@ class Dispatcher:
             self._over(run, REFUSED, f"the plan cannot be read: {error}")
             return
         steps = answered.get("total_steps")
-        planned = Planned.of(plan, total_steps=steps if isinstance(steps, int) else None, startup_seconds=end.seconds)
+        counted = isinstance(steps, int) and steps < 2**53  # more has no float, and times are computed of it
+        planned = Planned.of(plan, total_steps=steps if counted else None, startup_seconds=end.seconds)
         try:
             self._check_somewhere(launching.training(self.settings, run, planned, 1))
         except InputError as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -73,7 +73,7 @@ class LogFollower:
         if seconds is not None:
             self._seconds, self._steps = self._seconds + seconds, self._steps + 1
             self.progress.step_seconds = self._seconds / self._steps
-        if isinstance(peak, int) and not isinstance(peak, bool):
+        if peak is not None and _counts(peak):
             self.progress.peak_bytes = max(self.progress.peak_bytes or 0, peak)
 
 
@@ -83,9 +83,14 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) and type(content.get("step")) is int else None
+    return content if isinstance(content, dict) and _counts(content.get("step")) else None
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is a number that something can be counted in, of steps or of bytes."""
+    return type(value) is int and 0 <= value < 2**62
 
 
 def _number(value: Any) -> float | None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if number and math.isfinite(value) else None
+    return float(value) if number and abs(value) <= sys.float_info.max else None

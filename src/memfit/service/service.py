@@ -160,7 +160,11 @@ class Service:
         if len(sent.name) > _MOST_NAME or not (sent.name.isprintable() or not sent.name):
             raise Refusal(f"a name has at most {_MOST_NAME} printable characters")
         told = {**asdict(sent), "config": sent.config, "key": None}
-        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+        try:
+            content = json.dumps(told, sort_keys=True, default=str, allow_nan=False)
+        except ValueError:
+            raise Refusal("the run file holds NaN or an infinity, for which JSON has no word: leave it out") from None
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def _check_quota(self, owner: str) -> None:
         quota = self.settings.owner_disk_bytes
@@ -343,7 +347,7 @@ class Service:
         run = self._changeable(caller, number)
         if run.state in OVER or run.asked == "cancel":
             return run
-        self.store.change(number, "cancel", f"asked by {caller.name}", asked="cancel")
+        self.store.change(number, "cancel", f"asked by {caller.name}", if_still={"ended": None}, asked="cancel")
         return self.store.run(number)
 
     def pause(self, caller: Caller, number: int) -> StoredRun:
@@ -356,9 +360,11 @@ class Service:
         run = self._changeable(caller, number)
         if run.state == PAUSED or run.asked == "pause":
             return run
-        if run.state not in {WAITING, RUNNING} or run.asked:
-            raise NotNowError(f"run {number} is {run.state}: what waits or runs can be paused")
-        self.store.change(number, "pause", f"asked by {caller.name}", asked="pause")
+        still = {"ended": None, "asked": ""}
+        if run.state not in {WAITING, RUNNING} or not self.store.change(
+            number, "pause", f"asked by {caller.name}", if_still=still, asked="pause"
+        ):
+            raise NotNowError(f"run {number} is {self.store.run(number).state}: what waits or runs can be paused")
         return self.store.run(number)
 
     def resume(self, caller: Caller, number: int) -> StoredRun:

@@ -168,5 +168,7 @@ def read_capacity(texts: tuple[str, ...]) -> dict[str, int]:
         kind, _, number = name.partition(":")
         if kind not in {"cpu", "cuda", "host", "disk"} or (number and not number.isdecimal()):
             raise InputError(f"{name!r} is no device: write cpu=8GiB, cuda:0=24GiB, host=64GiB or disk=500GiB")
-        found[name] = parse_bytes(size, total_bytes=total if kind in {"cpu", "host"} else None)
+        found["cuda:0" if name == "cuda" else name] = parse_bytes(
+            size, total_bytes=total if kind in {"cpu", "host"} else None
+        )
     return found

@@ -28,6 +28,7 @@ from memfit.service.tokens import Caller
 from memfit.train import durable
 from memfit.tune.page import page
 from memfit.tune.results import BEST_NAME, CSV_NAME, PAGE_NAME, Results, as_csv, results
+from memfit.tune.sampling import pruner_of, sampler_of
 from memfit.tune.search import Named, Search, read_search
 from memfit.tune.space import Choices, corners
 from memfit.tune.trials import name_of
@@ -311,10 +312,12 @@ def checked_search(config: Any, code: Path | None, settings: ServiceSettings) ->
             f"search.{theirs[0]}: on a service the trials are runs of memfit, where and in what bytes the service decides; leave it out"
             f" (memfit submit --set search.{theirs[0]}=null)"
         )
-    content = {**{name: value for name, value in config.items() if value is not None}, "search": told}
+    content = {**config, "search": told}
     root = code or settings.folder / "nowhere"
     search = searched(content, root, settings.folder / "studies", 0)
     _check_sizes(search)
+    sampler_of(search, 0)
+    pruner_of(search)
     for values in corners(search.space, _CORNERS):
         run = search.run_with(values)
         del run["folder"]
@@ -337,11 +340,7 @@ def _check_sizes(search: Search) -> None:
         named = named if isinstance(named, Named) else Named(named)
         if named.name == "gp":
             raise Refusal("search.sampler: gp needs torch, which the service does not load: take tpe")
-        large = [
-            name
-            for name, value in named.options.items()
-            if isinstance(value, (int, float)) and abs(value) > _MOST_OPTION
-        ]
+        large = [name for name, value in named.options.items() if _size(value) > _MOST_OPTION]
         if large:
             raise TooLargeError(f"search.{key}.options.{large[0]}: {_MOST_OPTION} at most on a service")
         if named.name == "grid":
@@ -351,6 +350,14 @@ def _check_sizes(search: Search) -> None:
             )
             if points > _MOST_TRIALS:
                 raise TooLargeError(f"search.space has {points:.0f} points, and a grid of {_MOST_TRIALS} is taken")
+
+
+def _size(value: object) -> float:
+    """Of a number, which may stand in quotes; 0 of anything else."""
+    try:
+        return abs(float(str(value)))
+    except ValueError:
+        return 0.0
 
 
 def _best(found: Results) -> dict[str, Any]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from memfit.errors import BudgetError, ConfigError
 from memfit.service.refusals import Refusal
 from memfit.service.settings import ServiceSettings
 from memfit.train.config import from_json
 from memfit.units import parse_bytes
-
-_SECTIONS: Final = ("model", "data", "fit", "optim", "schedule", "train", "report", "deepspeed", "deepspeed_strict")
 
 
 def checked(config: Any, code: Path | None, settings: ServiceSettings) -> dict[str, Any]:
@@ -34,26 +32,26 @@ def checked(config: Any, code: Path | None, settings: ServiceSettings) -> dict[s
         raise Refusal("the run file has a search: part, and a search is no single run: use memfit tune")
     if "folder" in config:
         raise Refusal("folder: the service has folders of its own; leave it out")
-    content = {name: value for name, value in config.items() if value is not None}
+    content = dict(config)
     if isinstance(content.get("deepspeed"), str):
         raise Refusal("deepspeed: write the content of that file in its place; the service reads no file by this name")
     train = content.get("train")
     if isinstance(train, Mapping):
         content["train"] = {name: value for name, value in train.items() if name != "out"}
     root = code or settings.folder / "nowhere"
+    from_json(content, root)  # strict: names and types of all keys
     _check_paths(content, root, settings)
     _check_modules(content, code, settings)
-    from_json(content, root)  # strict: names and types of all keys
-    unknown = [name for name in content if name not in _SECTIONS]
-    if unknown:
-        raise Refusal(f"{unknown[0]}: no such section")
     return _within_capacity(content, settings)
 
 
 def _check_paths(content: Mapping[str, Any], root: Path, settings: ServiceSettings) -> None:
     allowed = [Path(os.path.realpath(each)) for each in (root, *settings.data)]
-    for key, text in _paths(content):
-        place = os.path.realpath(os.path.join(root, os.path.expanduser(text.partition("*")[0])))  # noqa: PTH118, PTH111 - as `glob` will read it
+    for key, text in paths(content):
+        try:
+            place = os.path.realpath(os.path.join(root, os.path.expanduser(text.partition("*")[0])))  # noqa: PTH118, PTH111 - as `glob` will read it
+        except ValueError:  # a character that no path has
+            raise Refusal(f"{key}: there is no {text!r}") from None
         if (
             ".." in text.split("/")
             or text.startswith("~")
@@ -67,7 +65,7 @@ def _check_paths(content: Mapping[str, Any], root: Path, settings: ServiceSettin
             raise Refusal(f"{key}: there is no {text!r}")
 
 
-def _paths(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def paths(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Everything in a run file that is a path, with its key."""
     for section, names in (("model", ("hf",)), ("data", ("train", "validation", "tokenizer"))):
         part = content.get(section)
@@ -99,7 +97,7 @@ def _check_modules(content: Mapping[str, Any], code: Path | None, settings: Serv
         if code is None:
             continue
         first = code / module.partition(".")[0]
-        if not first.with_suffix(".py").is_file() and not first.is_dir():
+        if not os.path.isfile(f"{first}.py") and not os.path.isdir(first):  # noqa: PTH112, PTH113 - whatever its name
             there = ", ".join(sorted(each.stem for each in code.glob("*.py"))) or "none"
             raise Refusal(
                 f"{section}.python: the uploaded folder has no module {first.name!r}; its modules are {there}"

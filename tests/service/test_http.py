@@ -9,15 +9,19 @@ import socket
 import stat
 import time
 import zipfile
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from memfit.cli.submit import client_of
 from memfit.errors import InfeasibleError, InputError
+from memfit.service.client import Client
 from memfit.service.database import NAME
 from memfit.service.guarding import HEADERS
 from memfit.service.serving import Serving
@@ -270,10 +274,81 @@ def test_health_readiness_figures_and_the_document(serving: Serving) -> None:
 
 
 def test_nobody_answers(tmp_path: Path) -> None:
-    from memfit.service.client import Client
-
     with (
         Client("http://127.0.0.1:9", "token") as asking,
         pytest.raises(InputError, match="no service answers at http://127.0.0.1:9"),
     ):
         asking.me()
+    with pytest.raises(InputError, match="no service answers"):
+        Client("http://127.0.0.1:9", "token").fetch(1, tmp_path, "log.jsonl")
+
+
+def test_a_port_that_is_taken_is_told(serving: Serving, tmp_path: Path) -> None:
+    other = Serving(replace(serving.settings, folder=tmp_path / "other"), port=serving.port)
+    with pytest.raises(
+        InputError, match=f"cannot listen at 127.0.0.1:{serving.port}, for the reason in the line above"
+    ):
+        other.run()
+
+
+def test_an_address_of_the_new_kind_stands_in_brackets(serving: Serving, tmp_path: Path) -> None:
+    other = Serving(replace(serving.settings, folder=tmp_path / "other"), host="fe80::1")
+    try:
+        assert other._name == "[fe80::1]"
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("url", ["localhost:8321", "", "http://", "http://here:port", "http://here:99999"])
+def test_what_is_no_address_is_told(url: str) -> None:
+    with pytest.raises(InputError, match="is no address of a service: write it as http://127.0.0.1:8321"):
+        Client(url, "token")
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_the_address_that_is_told_for_the_browser_is_taken(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.delenv("MEMFIT_SERVICE_TOKEN", raising=False)
+    token = serving.service.tokens.make("anna", "submit")
+    asked = Namespace(url=f"{serving.url}{end}#token={token}", token_file=None, folder=tmp_path)
+    with client_of(asked) as asking:
+        assert asking.me()["name"] == "anna"
+
+
+@pytest.mark.parametrize("token", ["", "two words", "tökén", "one\ntwo"])
+def test_what_is_no_token_is_told_without_it(token: str) -> None:
+    with pytest.raises(InputError, match="^this is no token: a token is one word"):
+        Client("http://127.0.0.1:9", token)
+
+
+def test_what_json_cannot_say_is_not_sent() -> None:
+    for value in (float("nan"), {1}):
+        with pytest.raises(InputError, match="the run file cannot be sent, as it holds what JSON cannot say"):
+            Client("http://127.0.0.1:9", "token").submit({"model": {"args": {"x": value}}})
+
+
+@pytest.mark.parametrize("status", [200, 302, 404, 502])
+def test_what_answers_and_is_no_service_is_told(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = httpx2.MockTransport(lambda _: httpx2.Response(status, text="<html>a page</html>"))
+    asking = Client("http://127.0.0.1:9", "token")
+    monkeypatch.setattr(asking, "_http", httpx2.Client(base_url="http://127.0.0.1:9", transport=page))
+    with pytest.raises(InputError, match=f"http://127.0.0.1:9/v1/me answers {status} and not as a service of memfit"):
+        asking.me()
+
+
+def test_results_are_fetched_by_any_name_and_not_written_into_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with listening(tmp_path / "service") as serving, client(serving) as asking:
+        asking.submit(small_runs.run_file(), code=small_runs.code(tmp_path / "code"), plan_only=True)
+        (run,) = asking.runs(limit=1)
+        out = serving.service.folder(serving.store.run(run["run"])) / "out"
+        out.mkdir(parents=True)
+        (out / "a").write_text("a")
+        strange = "b #1?%41 ü.txt"
+        (out / strange).write_text("b")
+        assert asking.fetch(run["run"], tmp_path / "results") == [
+            tmp_path / "results" / each for each in ("a", strange)
+        ]
+        with pytest.raises(InputError, match=r"cannot write .*file.a: .*; name another folder, or free space"):
+            asking.fetch(run["run"], tmp_path / "file")

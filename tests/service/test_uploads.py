@@ -9,9 +9,14 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from memfit.cli.submit import _names_files
+from memfit.errors import InputError
+from memfit.service import uploads
+from memfit.service.client import Client
 from memfit.service.own_folder import files_inside, open_inside
 from memfit.service.refusals import NotKnownError, Refusal, TooLargeError
 from memfit.service.uploads import UploadLimits, packed, unpack
@@ -156,6 +161,45 @@ def test_a_folder_arrives_as_it_was_and_without_what_is_hidden(tmp_path: Path) -
     found = unpack(tmp_path / "sent.zip", tmp_path / "code", LIMITS)
     assert (found.files, sorted(os.listdir(tmp_path / "code"))) == (2, ["net.py", "train.npz"])
     assert (tmp_path / "code" / "net.py").read_text() == small_runs.NET
+
+
+@pytest.mark.parametrize(
+    ("section", "beside"),
+    [
+        ({"data": {"train": "train.npz"}}, True),
+        ({"data": {"train": "pages/*.md"}}, True),
+        ({"data": {"train": "pages/one.md"}}, True),
+        ({"data": {"train": ["/srv/a.npz", "pages/**.md"]}}, True),
+        ({"data": {"train": "/srv/a.npz"}, "model": {"hf": "small"}}, True),
+        ({"data": {"train": "/srv/a.npz", "tokenizer": "bytes"}}, False),
+        ({"data": {"train": "gone.npz"}}, False),
+        ({"data": None}, False),
+    ],
+)
+def test_files_beside_a_run_file_are_found(tmp_path: Path, section: dict[str, Any], *, beside: bool) -> None:
+    for name in ("pages", "small"):
+        (tmp_path / name).mkdir()
+    for name in ("train.npz", "pages/one.md", "bytes"):
+        (tmp_path / name).write_text("")
+    assert _names_files(section, tmp_path) == beside
+
+
+def test_a_folder_of_data_is_refused_before_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "large").write_bytes(bytes(2 << 20))
+    monkeypatch.setattr(uploads, "UploadLimits", lambda: LIMITS)
+    with (
+        Client("http://127.0.0.1:9", "token") as asking,
+        pytest.raises(
+            InputError, match=r"the folder .*data is too large to be sent along \(the upload unpacks to more"
+        ),
+    ):
+        asking.upload(tmp_path / "data")
+    for number in range(11):
+        (tmp_path / "data" / f"f{number}").write_text("")
+    (tmp_path / "data" / "large").unlink()
+    with pytest.raises(TooLargeError, match="the upload holds more than 10 files"):
+        packed(tmp_path / "data", io.BytesIO())
 
 
 def test_a_run_that_writes_links_and_pipes_leads_nobody_out_of_its_folder(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         if arguments.fetch is not None:
             files = [str(file) for file in client.fetch(number, arguments.fetch)]
             return Answer(
-                {"verb": "runs", "run": number, "files": files}, "\n".join(files) or "It has written no files."
+                {"verb": "runs", "run": number, "files": files},
+                "\n".join(files) or "It has no files: none was written, or they were removed.",
             )
         if arguments.export is not None:
             return written(client.export(number, arguments.export, arguments.image or ""), arguments, {"run": number})

@@ -111,6 +111,10 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ConfigError(
             f"memfit serve needs a package that is missing ({error.name}): pip install 'memfit[service]'"
         ) from error
+    for name in ("keep_days", "keep_audit_days", "run_seconds", "silent_seconds"):
+        given = getattr(arguments, name)
+        if given is not None and not given > 0:
+            raise ConfigError(f"--{name.replace('_', '-')}: {given:g} is not positive; leave it out for no limit")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}: a port is a number from 1 to 65535, or 0 for any that is free")
     folder = (arguments.folder or service_folder()).resolve()
@@ -151,7 +155,7 @@ def _about_store(arguments: argparse.Namespace, folder: Path) -> Answer:
     from memfit.service.store import ServiceStore
     from memfit.service.tokens import Tokens
 
-    store = ServiceStore(folder, arguments.store)
+    store = ServiceStore(_made(folder), arguments.store)
     try:
         if arguments.make_token:
             name, _, role = arguments.make_token.partition("=")
@@ -164,6 +168,16 @@ def _about_store(arguments: argparse.Namespace, folder: Path) -> Answer:
         return Answer({"verb": "serve", "backup": str(arguments.backup)}, f"Written: {arguments.backup}")
     finally:
         store.close()
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"--folder: cannot make the folder {folder} ({error.strerror or error}): name another one"
+        ) from error
+    return folder
 
 
 def _restored(folder: Path, copy: Path) -> Answer:
@@ -203,13 +217,6 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
     from memfit.service.serving import JsonLines, Serving
     from memfit.service.settings import LEASE_SECONDS, ServiceSettings, own_name, planning_memory, read_capacity
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    log = logging.getLogger("memfit.service")
-    log.addHandler(handler)
-    log.setLevel(logging.WARNING if arguments.demo else logging.INFO)
-    for name in ("uvicorn", "memfit.runner"):
-        logging.getLogger(name).addHandler(handler)
     if arguments.cores is not None and arguments.cores < 1:
         raise ConfigError(f"--cores {arguments.cores}: runs share at least one core")
     capacity = (
@@ -217,8 +224,11 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
         if arguments.cluster is None
         else Machines()  # told by them
     )
+    for each in arguments.data:
+        if not each.is_dir():
+            raise ConfigError(f"--data: there is no folder {each}")
     settings = ServiceSettings(
-        folder, capacity, data=tuple(each.resolve() for each in arguments.data), modules=(demo.MODULE,) if arguments.demo else (),
+        _made(folder), capacity, data=tuple(each.resolve() for each in arguments.data), modules=(demo.MODULE,) if arguments.demo else (),
         confined=not arguments.unconfined, run_seconds=arguments.run_seconds, silent_seconds=arguments.silent_seconds,
         planning_bytes=_bytes("planning-memory", arguments.planning_memory) or planning_memory(), keep_days=arguments.keep_days,
         keep_bytes=_bytes("keep-bytes", arguments.keep_bytes), keep_audit_days=arguments.keep_audit_days,
@@ -227,6 +237,13 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Answer:
         lease_seconds=LEASE_SECONDS if arguments.lease is None else arguments.lease, cores=arguments.cores or cores(),
         cluster=arguments.cluster,
     )  # fmt: skip
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    log = logging.getLogger("memfit.service")
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING if arguments.demo else logging.INFO)
+    for name in ("uvicorn", "memfit.runner"):
+        logging.getLogger(name).addHandler(handler)
     serving = Serving(settings, arguments.host, arguments.port, arguments.name)
 
     def begun() -> None:

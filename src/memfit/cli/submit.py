@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import glob
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,9 @@ def _exported(config: dict[str, Any], arguments: argparse.Namespace) -> Answer:
 
 def add_service(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which service is asked."""
-    parser.add_argument("--url", help="of the service (MEMFIT_SERVICE; else the one that this user has started here)")
+    parser.add_argument(
+        "--url", help="of the service, as it tells it (MEMFIT_SERVICE; else the one that this user has started here)"
+    )
     parser.add_argument(
         "--token-file",
         metavar="FILE",
@@ -133,13 +135,16 @@ def client_of(arguments: argparse.Namespace) -> Client:
             f"asking a service needs a package that is missing ({error.name}): pip install 'memfit[service]'"
         ) from error
     here = local_address(arguments.folder or service_folder()) or {}
-    url = arguments.url or os.environ.get("MEMFIT_SERVICE") or here.get("url")
-    token = os.environ.get("MEMFIT_SERVICE_TOKEN")
+    # An address as memfit serve tells it, for the browser, has the token at its end.
+    told, _, in_address = (arguments.url or os.environ.get("MEMFIT_SERVICE") or "").partition("#token=")
+    url = told.rstrip("/") or here.get("url")
+    token = in_address or os.environ.get("MEMFIT_SERVICE_TOKEN")
     if arguments.token_file is not None:
         try:
             token = arguments.token_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"cannot read the token in {arguments.token_file}: {error.strerror or error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConfigError(f"cannot read the token in {arguments.token_file}: {why}") from error
     if token is None and url == here.get("url"):
         token = here.get("token")
     if url is None:
@@ -214,5 +219,6 @@ def _names_functions(config: dict[str, Any]) -> bool:
 
 
 def _names_files(config: dict[str, Any], folder: Path) -> bool:
-    told = json.dumps(config.get("data") or {})
-    return any(f'"{file.name}"' in told for file in folder.iterdir()) if folder.is_dir() else False
+    from memfit.service.submission import paths
+
+    return any(glob.glob(text, root_dir=folder) for _, text in paths(config) if not Path(text).is_absolute())  # noqa: PTH207 - as the reader does

@@ -10,16 +10,19 @@ with Client("http://127.0.0.1:8321", token) as client:
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
+from urllib.parse import quote
 
 import httpx2
 
 from memfit.errors import InfeasibleError, InputError, Remedy
+from memfit.service.refusals import TooLargeError
 from memfit.service.states import OVER
 from memfit.service.uploads import packed
 
@@ -39,9 +42,17 @@ class Client:
 
     def __init__(self, url: str, token: str, timeout: float = 30.0) -> None:
         self.url = url.rstrip("/")
+        if not re.fullmatch(r"[\x21-\x7e]+", token):
+            raise InputError("this is no token: a token is one word of letters, digits, dashes and underscores")
         headers = {"authorization": f"Bearer {token}"}
-        # No proxies of the environment: a token goes to the service alone.
-        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+        try:
+            # No proxies of the environment: a token goes to the service alone.
+            self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+            named = self._http.base_url
+        except httpx2.InvalidURL:
+            named = httpx2.URL("")
+        if named.scheme not in {"http", "https"} or not named.host or (named.port or 0) > 65535:
+            raise InputError(f"{url!r} is no address of a service: write it as http://127.0.0.1:8321")
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +79,17 @@ class Client:
         if not Path(folder).is_dir():
             raise InputError(f"there is no folder {folder} to send: name the one with the run's code")
         with tempfile.TemporaryFile() as archive:
-            packed(Path(folder), archive)
+            try:
+                packed(Path(folder), archive)
+            except TooLargeError as error:
+                raise InputError(
+                    f"the folder {folder} is too large to be sent along ({error}): have data in a folder that the service lets runs read "
+                    "(memfit serve --data), or name the folder of the code alone (memfit submit --code)"
+                ) from None
+            except OSError as error:
+                raise InputError(
+                    f"cannot read {error.filename or folder} to send it: {error.strerror or error}"
+                ) from error
             archive.seek(0)
             content = archive.read()
         answer = self._asked("POST", "/v1/uploads", content=content, headers={"content-type": "application/zip"})
@@ -91,10 +112,16 @@ class Client:
         Returns:
             The run, as `run` tells it; or the study, as `study` does.
         """
-        digest = self.upload(code) if isinstance(code, Path) or (code is not None and len(code) != 64) else code
+        is_digest = re.fullmatch(r"[0-9a-f]{64}", str(code)) is not None
+        digest = str(code) if is_digest else None if code is None else self.upload(code)
         body = {"config": config, "name": name, "code": digest, "priority": priority, "plan_only": plan_only}
         where = "/v1/studies" if "search" in config else "/v1/runs"
-        return self._asked("POST", where, json=body, headers={"idempotency-key": key} if key else {})  # type: ignore[no-any-return]
+        try:
+            content = json.dumps(body, allow_nan=False).encode("ascii")
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the run file cannot be sent, as it holds what JSON cannot say: {error}") from error
+        headers = {"content-type": "application/json", **({"idempotency-key": key.encode()} if key else {})}
+        return self._asked("POST", where, content=content, headers=headers)  # type: ignore[no-any-return]
 
     def runs(self, *states: str, limit: int = 100) -> list[dict[str, Any]]:
         """Runs, the newest first; only those in some states, where they are named."""
@@ -199,16 +226,24 @@ class Client:
             file = Path(folder) / name
             if not file.resolve().is_relative_to(Path(folder).resolve()):
                 raise InputError(f"the service names a file out of the folder, {name!r}: it was not fetched")
-            with self._http.stream("GET", f"{path}/{name}") as answer:
-                if may_go and answer.status_code == httpx2.codes.NOT_FOUND:
-                    continue
-                if answer.status_code != httpx2.codes.OK:
-                    answer.read()
-                    _refused(answer)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("wb") as target:
-                    for chunk in answer.iter_bytes(_CHUNK):
-                        target.write(chunk)
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                with self._http.stream("GET", f"{path}/{quote(name)}") as answer:
+                    if may_go and answer.status_code == httpx2.codes.NOT_FOUND:
+                        continue
+                    if answer.status_code != httpx2.codes.OK:
+                        answer.read()
+                        _refused(answer)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    with file.open("wb") as target:
+                        for chunk in answer.iter_bytes(_CHUNK):
+                            target.write(chunk)
+            except httpx2.TransportError as error:
+                raise self._silent(error) from error
+            except OSError as error:
+                raise InputError(
+                    f"cannot write {file}: {error.strerror or error}; name another folder, or free space"
+                ) from error
             found.append(file)
         return found
 
@@ -264,7 +299,11 @@ class Client:
         return run
 
     def _asked(self, method: str, path: str, **named: Any) -> Any:
-        return self._send(method, path, **named).json()
+        answer = self._send(method, path, **named)
+        try:
+            return answer.json()
+        except ValueError:
+            _refused(answer)
 
     def _send(self, method: str, path: str, **named: Any) -> Any:
         try:
@@ -281,11 +320,13 @@ class Client:
         )
 
 
-def _refused(answer: Any) -> None:
+def _refused(answer: Any) -> NoReturn:
     try:
         message = answer.json()["message"]
     except (ValueError, KeyError, TypeError):
-        message = answer.text[:200]
+        raise InputError(
+            f"{answer.url} answers {answer.status_code} and not as a service of memfit does: is the address right, and does nothing stand in between?"
+        ) from None
     raise InputError(f"the service refuses ({answer.status_code}): {message}")
 
 

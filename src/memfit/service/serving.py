@@ -61,7 +61,7 @@ class Serving:
         self.service = Service(settings, self.store, dispatcher)
         self.studies = Studies(self.service)
         self.housekeeping = Housekeeping(self.service)
-        app = application(self.service, self.studies, self.housekeeping, {*LOCAL, host, *names})
+        app = application(self.service, self.studies, self.housekeeping, {*LOCAL, self._name, *names})
         self._server = http_server.server(app, host, port)
         self._stopping = threading.Event()
         self._dispatching = threading.Thread(target=dispatcher.serve, args=(self._stopping,), name="memfit-dispatcher")
@@ -79,18 +79,26 @@ class Serving:
     @property
     def url(self) -> str:
         """Of the page."""
-        return f"http://{self.host}:{self.port}"
+        return f"http://{self._name}:{self.port}"
+
+    @property
+    def _name(self) -> str:
+        """Of the host, as it stands in addresses."""
+        return f"[{self.host}]" if ":" in self.host else self.host
 
     def run(self, begun: Callable[[], None] = lambda: None) -> None:
         """Serve until SIGTERM or SIGINT. Runs go on, and the next service of the folder finds them.
 
         Args:
             begun: called once it listens.
+
+        Raises:
+            InputError: it cannot listen there.
         """
         import asyncio
 
         async def serve() -> None:
-            serving = asyncio.create_task(self._server.serve())
+            serving = asyncio.create_task(self._listening())
             while not self._server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells it by a flag alone
                 await asyncio.sleep(0.01)
             if self._server.started:
@@ -109,6 +117,14 @@ class Serving:
                 runner.run(serve())
         finally:
             self.close()
+
+    async def _listening(self) -> None:
+        try:
+            await self._server.serve()
+        except SystemExit:  # uvicorn's own way; what the system has said is in its log
+            raise InputError(
+                f"cannot listen at {self._name}:{self._server.config.port}, for the reason in the line above: --port 0 takes any port that is free"
+            ) from None
 
     def _beat(self) -> None:
         """What runs on one of several hosts goes on as long as that host says that it lives."""

@@ -148,7 +148,11 @@ def packed(folder: Path, archive: IO[bytes]) -> None:
     Args:
         folder: whose regular files are packed, but hidden ones, Python's caches and folders of a service, which hold a token and all code that was sent.
         archive: written to.
+
+    Raises:
+        TooLargeError: it holds more than a service takes, as a folder of data does.
     """
+    limits, files, size = UploadLimits(), 0, 0
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
         for place, folders, names in os.walk(folder):
             known = (each for each in folders if not each.startswith(".") and each != "__pycache__")
@@ -159,5 +163,12 @@ def packed(folder: Path, archive: IO[bytes]) -> None:
                     continue
                 entry = zipfile.ZipInfo(file.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0))
                 entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                size, files = size + file.stat().st_size, files + 1
+                if size > limits.unpacked_bytes:
+                    raise TooLargeError(f"the upload unpacks to more than {format_bytes(limits.unpacked_bytes)}")
+                if files > limits.files:
+                    raise TooLargeError(f"the upload holds more than {limits.files} files")
                 with file.open("rb") as source, target.open(entry, "w") as copy:
                     shutil.copyfileobj(source, copy)
+    if archive.tell() > limits.bytes:
+        raise TooLargeError(f"the upload has more than {format_bytes(limits.bytes)}")

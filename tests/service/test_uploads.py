@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from memfit.cli.runs import _line
 from memfit.cli.submit import _names_files
 from memfit.errors import InputError
 from memfit.service import uploads
@@ -182,6 +183,12 @@ def test_files_beside_a_run_file_are_found(tmp_path: Path, section: dict[str, An
     for name in ("train.npz", "pages/one.md", "bytes"):
         (tmp_path / name).write_text("")
     assert _names_files(section, tmp_path) == beside
+
+
+def test_a_run_of_unknown_length_is_told_without_it() -> None:
+    plan = {"peak_bytes": 1024, "budget_bytes": 2048, "total_steps": None}
+    run = {"run": 8, "state": "running", "asked": "", "name": "huge", "owner": "anna", "plan": plan, "step": 3}
+    assert _line({**run, "reason": "started"}) == "8  running  huge (anna), 1.00 KiB of 2.00 KiB, step 3: started"
 
 
 def test_a_folder_of_data_is_refused_before_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

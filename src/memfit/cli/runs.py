@@ -83,5 +83,6 @@ def _line(run: dict[str, Any]) -> str:
     plan = run["plan"]
     size = "" if plan is None else f", {format_bytes(plan['peak_bytes'])} of {format_bytes(plan['budget_bytes'])}"
     asked = f" ({run['asked']} asked)" if run["asked"] else ""
-    step = "" if run["step"] is None or plan is None else f", step {run['step']} of {plan['total_steps']}"
+    step = "" if run["step"] is None else f", step {run['step']}"
+    step += f" of {plan['total_steps']}" if step and plan and plan["total_steps"] is not None else ""
     return f"{run['run']}  {run['state']}{asked}  {run['name']} ({run['owner']}){size}{step}: {run['reason']}"

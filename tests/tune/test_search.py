@@ -181,6 +181,16 @@ def test_settings_change_the_search_and_the_run(tmp_path: Path) -> None:
     assert (search.config.trials, search.run["fit"]["global_batch"], search.name) == (7, 32, "run")
 
 
+@pytest.mark.parametrize(
+    "spec", [5, {"objective": "loss"}, {"objective": {"objectiveMetricName": "a"}, "parameters": [{}]}]
+)
+def test_a_katib_experiment_of_other_parts_is_told(tmp_path: Path, spec: object) -> None:
+    file = tmp_path / "experiment.json"
+    file.write_text(json.dumps({"kind": "Experiment", "spec": spec}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="experiment.json: a part of this Katib Experiment is of another kind"):
+        load_search(file)
+
+
 def test_settings_change_a_parameter_whose_name_has_dots(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text(json.dumps(searches.toy_file(tmp_path, LR)), encoding="utf-8")

@@ -234,7 +234,10 @@ def load_search(path: str | Path, settings: Iterable[str] = ()) -> Search:
         if data.get("kind") == "Experiment":
             from memfit.tune import katib
 
-            data = katib.imported(data)
+            try:
+                data = katib.imported(data)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ConfigError(f"a part of this Katib Experiment is of another kind than Katib's: {error}") from None
         for setting in settings:
             _override(data, setting)
         return read_search(data, Path(path).resolve().parent, Path(path).stem)

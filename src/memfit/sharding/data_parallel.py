@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit import dispatch
+from memfit.errors import EngineError
 from memfit.sharding.sharded import OptimizerFactory, ShardedModel
 from memfit.sharding.state_sharding import sharded_state, stepped
 
@@ -115,7 +116,22 @@ class DataParallel(ShardedModel):
         """The optimizer's are those of the model."""
 
     def collect(self) -> None:
-        """They are there, as views of the buckets."""
+        """They are there, as views of the buckets.
+
+        Raises:
+            EngineError: a parameter has got none on this rank, so that a part of them was not sent, and other ranks may wait for it.
+        """
+        try:
+            self._engine.reducer._rebuild_buckets()  # which asks whether all were sent; it rebuilds nothing any more
+        except RuntimeError as error:
+            if not self.agreement.real:
+                raise  # planning says it in words of its own
+            got = [name for name, p in self.model.named_parameters() if p.grad is not None and p.grad.any()]
+            without = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in got]
+            raise EngineError(
+                f"on rank {self.agreement.rank} a parameter gets no gradient in this step ({', '.join(without[:3])}), which DistributedDataParallel does not "
+                "bear, and the others wait for it: use all parameters in every step on every rank, or train with ZeRO 2 or 3"
+            ) from error
 
     def clip(self, norm: float) -> torch.Tensor:
         """Every rank has all gradients."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit.batches import Batch, LossFunction
+from memfit.batches import Batch, LossFunction, planned_size
 from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource
 from memfit.engine.engine import Engine
@@ -27,7 +27,7 @@ from memfit.offers import planning_for
 from memfit.optimizers.alike import unwrapped
 from memfit.pipelining.joining import join
 from memfit.planner.by_hand import RecomputePlacement
-from memfit.planning import origin_of, planning_of
+from memfit.planning import Planning, origin_of, planning_of
 from memfit.sharding.by_rows import check_by_rows
 from memfit.sharding.same_model import check_same_model, check_same_optimizer
 from memfit.sharding.sharded import ShardedModel
@@ -46,10 +46,12 @@ from memfit.step.program import OptimizerFactory, default_optimizer
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.initialisation import Fill, reset
 from memfit.streaming.stream import LayerStream
-from memfit.techniques.choices import convert, converting, lasting
+from memfit.techniques.choices import Choices, convert, converting, lasting
 from memfit.techniques.conversions import conversion_of, remember
 from memfit.techniques.freezing.freeze import freeze as freeze_for_good
 from memfit.techniques.freezing.freeze import frozen
+from memfit.techniques.sharding import at_rank
+from memfit.values.bundle import TraceBundle, Weighting
 from memfit.values.plan import Plan
 from memfit.values.request import Request, TierBudget
 from memfit.values.trace import Trace
@@ -167,9 +169,10 @@ def apply(
         if planning.placement is None and not plan.choices.streamed:
             engine.learner = _Learner(held, alike)
     elif (
-        plan.undoable and not plan.choices.streamed and sharded is None
-    ):  # loaded: what it was planned from is captured anew where it is left
-        engine.learner = _Learner(held, None if optimizer is None else optimizer_factory(optimizer, model))
+        plan.undoable and not plan.choices.streamed and (sharded is None or sharded.learns_paths)
+    ):  # loaded, or made on another rank: what it was planned from is captured anew where it is left
+        like = optimizer if optimizer is not None or source is None else source.optimizer
+        engine.learner = _Learner(held, None if like is None else optimizer_factory(like, model))
     return engine
 
 
@@ -221,13 +224,16 @@ class _Learner(Learner):
         self._sizes: dict[int, tuple[Plan, Sequence[PathSizes]]] = {}  # by the identity of a plan
 
     def __call__(self, batch: Batch, known: tuple[Plan, ...]) -> tuple[Plan, ...]:
-        planning = next((found for plan in known if (found := planning_of(plan)) is not None), None)
+        engine = self._engine
+        # What rank 0 has planned from is another rank's step.
+        own = [plan for plan in known if engine.sharded is None or plan is not engine.plan]
+        planning = next((found for plan in own if (found := planning_of(plan)) is not None), None)
         if (
             planning is None and not known[0].undoable
         ):  # a copy of another shape's, where no plan of its own could be made
             return known
-        engine = self._engine
-        optimizer = engine.optimizer
+        optimizer, how, signature = engine.optimizer, known[0].choices, known[0].signature
+        parts = -(-planned_size(signature) // how.micro_batch_size)  # of one batch of a loader
         source = TraceSource(
             engine.model,
             batch,
@@ -238,31 +244,44 @@ class _Learner(Learner):
                 name for name, p in engine.model.named_parameters() if optimizer is not None and p in optimizer.state
             ),
             forwards_before=0,
-            loader_batches=1 if planning is None else getattr(planning.source, "loader_batches", 1),
-            draws=self._looks[known[0].signature] < LOOKS_AHEAD,
+            loader_batches=max(1, how.micro_batches // parts),
+            draws=self._looks[signature] < LOOKS_AHEAD,
         )
-        signature = known[0].signature
         self._looks[signature] += 1
-        if planning is None:
-            return self._first_of(source, known)
-        made, self._known[signature] = planning.knowing(
-            known, self._known.get(signature), engine.plan.budget_bytes, source.trace_of
-        )
+        with nullcontext() if engine.sharded is None else engine.sharded.by_itself():
+            if planning is None:
+                return self._first_of(source, known)
+            made, self._known[signature] = planning.knowing(
+                known, self._known.get(signature), engine.plan.budget_bytes, source.trace_of
+            )
         return made
 
     def _first_of(self, source: TraceSource, known: tuple[Plan, ...]) -> tuple[Plan, ...]:
         """The plans of a shape where all were loaded from files, and one for what the step does now."""
         (loaded, *_), budget_bytes = known, self._engine.plan.budget_bytes
-        asked = Request(
-            budget=TierBudget(budget_bytes, budget_bytes), freeze=loaded.choices.frozen, clip_norm=loaded.clip_norm
-        )
-        fixed = asked.fixing(**lasting(loaded.choices), micro_batches=loaded.choices.micro_batches)
-        planning = planning_for(source, fixed).following(loaded)
+        planning = self._loaded(source, loaded) if self._engine.sharded is None else self._of_rank(source, loaded)
         try:
             made = planning.plan(budget_bytes)
         except InfeasibleError:
             made = planning.plan(planning.smallest()[0])
         return *known, made
+
+    def _loaded(self, source: TraceSource, loaded: Plan) -> Planning:
+        """By the step of now, with the techniques of a plan that another process made."""
+        budget_bytes = self._engine.plan.budget_bytes
+        asked = Request(
+            budget=TierBudget(budget_bytes, budget_bytes), freeze=loaded.choices.frozen, clip_norm=loaded.clip_norm
+        )
+        fixed = asked.fixing(**lasting(loaded.choices), micro_batches=loaded.choices.micro_batches)
+        return planning_for(source, fixed).following(loaded)
+
+    def _of_rank(self, source: TraceSource, plan: Plan) -> Planning:
+        """By the step of now as this rank has it. How losses add up stays as all ranks have it."""
+        sharded, how = self._engine.sharded, plan.choices
+        assert sharded is not None, "it is one of several"
+        here = how.but(sharding=at_rank(how.sharding, sharded.agreement.rank))
+        own = Choices(techniques=here.techniques, micro_batches=how.micro_batches)
+        return Planning(replace(TraceBundle.of(source.trace_of(own)), weighting=Weighting(how.weights)))
 
     def sizes_of(self, plan: Plan) -> Sequence[PathSizes]:
         if id(plan) not in self._sizes:

@@ -201,7 +201,7 @@ class Planning:
         Raises:
             CaptureError, InputError: as for `plan`.
         """
-        choices, trace = self._followed(plans[0])
+        choices, trace = self._followed(next(plan for plan in plans if planning_of(plan) is self))
         everything = known or trace
         captured = seen(choices)
         joined = with_seen(everything, captured)

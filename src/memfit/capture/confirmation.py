@@ -131,7 +131,8 @@ def _sharded(
 ) -> Captured:
     """A rank's step, whose forward is that of the step on one device with collectives in between: so it is believed where that one was.
 
-    No rank learns a path while it trains. So where forward tells the samples of a batch apart, each is taken for what a whole batch may be like.
+    Under ZeRO 2 and 3 no rank learns a path while it trains. So where forward tells the samples of a batch apart, each is taken for what a whole batch may be
+    like.
 
     Raises:
         CaptureError: that one was captured on real tensors.

@@ -275,9 +275,15 @@ class _StepRecording:
     def _first_passes(self) -> None:
         """A step without its update, in which `fully_shard` sets itself up.
 
-        Of several micro-batches the one before the last is run as well.
+        Of several micro-batches the one before the last is run as well. Where the very next forward is captured none is: DistributedDataParallel needs none.
         """
         program, recorder = self.program, self.recorder
+        if self._source.forwards_before == 0:
+            assert self._sharded is not None, "who calls this has looked"
+            with self._sharded.micro_batch(
+                last=len(self._micro_batches) == 1
+            ):  # has the gradients of earlier ones there
+                return
         for last in (True, *((False,) if len(self._micro_batches) > 1 else ())):
             recorder.unrecorded.clear()
             program.forward_backward(self._micro_batches[-1], self._weight, recorder, last=last)

@@ -13,10 +13,12 @@ from memfit import batches
 from memfit.batches import Batch
 from memfit.errors import BatchError
 from memfit.sharding.agreement import Agreement
-from memfit.sharding.sharded import ShardedModel
 from memfit.step.program import non_finite
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
+
+# Of a step: how many micro-batches this rank has and what they count for, and in return the same of all ranks.
+Told = Callable[[int, int], list[list[int]]]
 
 
 def micro_batches_of(plan: Plan, batch: Batch) -> list[Batch]:
@@ -50,11 +52,17 @@ def weighted_micro_batches(plan: Plan, batch: Batch) -> list[tuple[Batch, float]
     return [(micro_batch, share) for micro_batch, share in zip(split, shares, strict=True) if share != 0.0]
 
 
-def weighted_on_ranks(plan: Plan, split: Sequence[Batch], sharded: ShardedModel) -> list[tuple[Batch, float]]:
+def weighted_on_ranks(plan: Plan, split: Sequence[Batch], ranks: int, told: Told) -> list[tuple[Batch, float]]:
     """This rank's micro-batches of a step, each with its weight: its share in the loss of all ranks' micro-batches, times the number of ranks.
 
     Gradients are averaged over ranks; so the mean of these weights is what makes it the mean over samples, or tokens, of all. Every rank runs as many
     micro-batches, as the others wait for its part in collectives: a rank that has fewer repeats one with a weight of 0, as one has in which nothing counts.
+
+    Args:
+        plan: of the step.
+        split: this rank's micro-batches.
+        ranks: how many there are.
+        told: `Agreement.counts`, asked once in a step.
 
     Raises:
         BatchError: nothing in the whole batch counts; all ranks raise it.
@@ -62,16 +70,16 @@ def weighted_on_ranks(plan: Plan, split: Sequence[Batch], sharded: ShardedModel)
     how = plan.choices.weights
     summed = how == "sum"
     counts = [] if summed else [batches.counted(micro_batch, how) for micro_batch in split]
-    of_ranks = sharded.agreement.counts(len(split), sum(counts))
+    of_ranks = told(len(split), sum(counts))
     repeated = [(split[0], 0.0)] * (max(number for number, _ in of_ranks) - len(split))
     if summed:  # over all ranks
-        return [*repeated, *((micro_batch, float(sharded.ranks)) for micro_batch in split)]
+        return [*repeated, *((micro_batch, float(ranks)) for micro_batch in split)]
     total = sum(counted for _, counted in of_ranks)
     if not total:
         raise BatchError(
-            f"nothing in the batches of all {sharded.ranks} ranks counts for the loss (it is weighted by {how}): nothing was changed"
+            f"nothing in the batches of all {ranks} ranks counts for the loss (it is weighted by {how}): nothing was changed"
         )
-    own = [(micro_batch, sharded.ranks * count / total) for micro_batch, count in zip(split, counts, strict=True)]
+    own = [(micro_batch, ranks * count / total) for micro_batch, count in zip(split, counts, strict=True)]
     return [*repeated, *own]
 
 

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.engine.accumulation import Accumulated, micro_batches_of, weighted_micro_batches, weighted_on_ranks
+from memfit.engine.accumulation import Accumulated, Told, micro_batches_of, weighted_micro_batches, weighted_on_ranks
 from memfit.engine.activation_offloading import LowerTiers, Makers, arena_makers
 from memfit.engine.call_follower import CallFollower
 from memfit.engine.called_modules import UnfollowedForward
@@ -40,7 +40,7 @@ from memfit.step.device import device_of
 from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.guard import Deciding
 from memfit.step.held_tensors import loss_tensors, model_tensors
-from memfit.step.modules import forget_modules, remembering_modules
+from memfit.step.modules import forget_modules, has_gradients, remembering_modules
 from memfit.step.other_kernels import CompileWatch
 from memfit.step.program import StepProgram, state_tensors
 from memfit.storage.tiers import nearest_tier
@@ -118,8 +118,9 @@ class Engine:
         self.fabric_model: nn.Module | None = None
         self.rehearsal: Rehearsal | None = None
         self.frontier: tuple[FrontierPoint, ...] = ()
-        self._plans = PlanTable()
-        self._history = History()
+        where = "" if sharded is None else f"on rank {sharded.agreement.rank}, "
+        self._plans = PlanTable(where)
+        self._history = History(where)
         clear = None if sharded is None else partial(sharded.clear, accumulates=plan.choices.micro_batches > 1)
         self._transactions = Transactions(model, loss_fn, clear)
         self._compile_watch = CompileWatch()
@@ -234,6 +235,8 @@ class Engine:
         if self._pipelined is not None:
             self._pipelined.prepare(batch)
             drawing = self._pipelined.drawing()
+        # Once in a step, however often this rank begins it anew.
+        told = None if self.sharded is None else cache(self.sharded.agreement.counts)
         with drawing, remembering_modules():
             self._notice_what_is_trained()
             record = self._steps.taken(
@@ -242,7 +245,7 @@ class Engine:
                 signature,
                 self.learner,
                 lambda plan, watch: self._recorded(
-                    partial(self._step, plan, batch, watch), batch, signature, meter=meter, stacklevel=5
+                    partial(self._step, plan, batch, told, watch), batch, signature, meter=meter, stacklevel=5
                 ),
             )
         self._steps.learn_after(batch, signature, self.learner, self._transactions.before)
@@ -368,13 +371,17 @@ class Engine:
         record = history.metered(run, lambda: self.present(batch), device) if meter else history.timed(run)
         if self.schedule is not None and not record.skipped:
             self.schedule.step()
-        if record.divergences and self.planner is not None:
+        if record.divergences and (
+            self.planner is not None or (self.learner is not None and self._plans.of(signature))
+        ):
             self._plans.note_divergence(signature)
         again = ""
         if self._plans.wants_own_plan(signature):
             again = "; the next batch of this shape gets a plan of its own"
         elif self.learner is not None and self._plans.wants_to_learn(signature):
             again = "; the path that it took is captured and planned for"
+        elif self.sharded is not None and not self.sharded.learns_paths:
+            again = "; so is every step on this path, as none is learnt in training under ZeRO 2, ZeRO 3 or pipelines"
         for divergence in record.divergences:
             self.tell_divergence(divergence, again, stacklevel=stacklevel + 1)
         return record
@@ -400,13 +407,13 @@ class Engine:
         backward = torch.Tensor.backward if self.backward_by is None else self.backward_by
         return StepProgram(*how, backward, self.sharded)
 
-    def _step(self, plan: Plan, batch: Batch, watch: PathWatch | None = None) -> None:
+    def _step(self, plan: Plan, batch: Batch, told: Told | None, watch: PathWatch | None = None) -> None:
         if self._pipelined is not None:
             with self._transactions.begin(self.scaling) as transaction:
                 forget_modules()
                 self._finish(self._program(plan), self._pipelined.run(batch), transaction)
             return
-        self._run(plan, self._weighted(plan, batch), watch)
+        self._run(plan, self._weighted(plan, batch, told), watch)
 
     def _run(self, plan: Plan, weighted: Sequence[tuple[Batch, float | None]], watch: PathWatch | None = None) -> None:
         """A step of these micro-batches, each with its weight."""
@@ -432,9 +439,9 @@ class Engine:
                 )
             self._finish(program, total, transaction)
 
-    def _weighted(self, plan: Plan, batch: Batch) -> Sequence[tuple[Batch, float | None]]:
-        if self.sharded is not None:
-            return weighted_on_ranks(plan, micro_batches_of(plan, batch), self.sharded)
+    def _weighted(self, plan: Plan, batch: Batch, told: Told | None) -> Sequence[tuple[Batch, float | None]]:
+        if self.sharded is not None and told is not None:
+            return weighted_on_ranks(plan, micro_batches_of(plan, batch), self.sharded.ranks, told)
         return weighted_micro_batches(plan, batch) or [(batch, None)]
 
     def _accumulate(self, loaded: Iterable[Batch]) -> None:
@@ -444,7 +451,8 @@ class Engine:
                 for batch in here:
                     self._plans.plan_for(batches.signature(batch), self.plan, again=LARGER_WINDOW)
                 split = [part for batch in here for part in micro_batches_of(self.plan, batch)]
-            self._run(self.plan, weighted_on_ranks(self.plan, split, self.sharded))
+            told = self.sharded.agreement.counts
+            self._run(self.plan, weighted_on_ranks(self.plan, split, self.sharded.ranks, told))
             return
         how, total, program = self.plan.choices.weights, Accumulated(), self._program(self.plan)
         with self._transactions.begin(self.scaling) as transaction:
@@ -540,6 +548,10 @@ class Engine:
             BatchError: no plan is for such a batch.
         """
         return self._plans.plan_for(batches.signature(batch), self.plan)
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has one, as none has between steps."""
+        return has_gradients(self.model) if self.sharded is None else self.sharded.has_gradients()
 
     @property
     def device(self) -> torch.device:

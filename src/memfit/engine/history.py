@@ -16,13 +16,17 @@ from memfit.values.report import StepRecord
 class History:
     """The steps of an engine.
 
+    Args:
+        where: how warnings begin on one of several ranks; empty for one device.
+
     Attributes:
         records: of each step that happened.
         steps: their number; what another trainer counts may be set here.
         reading: of the step that is metered or was the last one to be; None where the last step was not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "") -> None:
+        self._where = where
         self.records: list[StepRecord] = []
         self.steps = 0
         self.reading: MeterReading | None = None
@@ -91,4 +95,4 @@ class History:
             self._told.add(divergence)
             ended = f"a forward differed from the plan and was ended there: {divergence}. The step was begun anew, under a plan that knows its path"
             kept = f"a forward differed from the plan and was kept plain from there on: {divergence}. Its results are right, its peak may be larger"
-            warnings.warn((ended if begun_anew else kept) + more, stacklevel=stacklevel)
+            warnings.warn(self._where + (ended if begun_anew else kept) + more, stacklevel=stacklevel)

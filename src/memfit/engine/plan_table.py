@@ -30,9 +30,14 @@ FORGETTING: Final = 0.8  # what a step under a plan counts for after one more st
 
 
 class PlanTable:
-    """Plans by signature, each with its script compiled."""
+    """Plans by signature, each with its script compiled.
 
-    def __init__(self) -> None:
+    Args:
+        where: as for `History`.
+    """
+
+    def __init__(self, where: str = "") -> None:
+        self._where = where
         self._plans: dict[str, Plan] = {}
         self._others: dict[str, list[Plan]] = {}  # for other paths of the same shape
         self._compiled: dict[int, tuple[Plan, CompiledScript]] = {}  # by the identity of the plan
@@ -192,7 +197,7 @@ class PlanTable:
             made = learner(batch, known)
         except CaptureError as error:
             vain[signature] += 1
-            warnings.warn(f"the path that a step took cannot be learnt: {error}", stacklevel=4)
+            warnings.warn(f"{self._where}the path that a step took cannot be learnt: {error}", stacklevel=4)
             return known
         vain[signature] = vain[signature] + 1 if made is known else 0
         if outgrown:
@@ -201,7 +206,8 @@ class PlanTable:
         if needed > budget_bytes:
             more = format_bytes(needed - budget_bytes)
             warnings.warn(
-                f"no plan for the path that a step took fits in the budget: the smallest, which is followed on that path from now on, takes {more} more",
+                self._where
+                + f"no plan for the path that a step took fits in the budget: the smallest, which is followed on that path from now on, takes {more} more",
                 stacklevel=4,
             )
         return _without_the_oldest(made)

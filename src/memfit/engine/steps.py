@@ -18,7 +18,6 @@ from memfit.engine.new_paths import Learner, NewPathError, PathWatch
 from memfit.engine.plan_table import PlanTable
 from memfit.engine.transaction import Transactions
 from memfit.step.guard import Deciding
-from memfit.step.modules import has_gradients
 from memfit.units import format_seconds
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
@@ -39,6 +38,9 @@ class Trained(Protocol):
 
     def arrange_for(self, plan: Plan) -> None:
         """Have what a plan needs besides the model."""
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has one, as none has between steps."""
 
 
 def _kept_where_left(plan: Plan) -> int:
@@ -143,7 +145,7 @@ class Steps:
             learner is None
             or (plan.script.plain and not plan.script.most_calls)
             or not (known or self._plans.would_learn(signature, undone=True))
-            or has_gradients(self._engine.model)
+            or self._engine.has_gradients()
             or not learner.can_begin_anew(plan)
         ):
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,14 +60,18 @@ class DataParallel(ShardedModel):
         self._buckets = list({dispatch.storage_key(view): view for _, view in self._views}.values())
         for parameter in self.trainable():
             parameter.grad = None
+        self._cleared: list[tuple[int, int]] = []  # gradients as `clear` has left them
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
         ]
 
-    def _send_zeros(self) -> None:
+    def _expect_gradients(self) -> None:
         self._engine.reducer.prepare_for_forward()
         self._engine.reducer.prepare_for_backward([])
+
+    def _send_zeros(self) -> None:
+        self._expect_gradients()
         for parameter in reversed(self.trainable()):
             torch.autograd.backward(
                 parameter, torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
@@ -112,6 +116,31 @@ class DataParallel(ShardedModel):
         with nullcontext() if last else self._engine.no_sync():
             yield
 
+    @contextmanager
+    def forward(self, *, last: bool) -> Iterator[None]:
+        """Gradients are expected from here on, not from the end of the module's forward: those of an earlier micro-batch that is run again would be sent."""
+        with self._engine.no_sync():
+            yield
+        if last:
+            self._expect_gradients()
+
+    @property
+    def learns_paths(self) -> bool:
+        """Forward sends nothing."""
+        return True
+
+    def by_itself(self) -> AbstractContextManager[None]:
+        """Nothing is sent."""
+        return self._engine.no_sync()
+
+    def has_gradients(self) -> bool:
+        """Where steps add up gradients in the buckets, these are there between them, too."""
+        return self._gradients() != self._cleared
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Which tensors they are, and how often each was written."""
+        return [(id(p.grad), p.grad._version) for p, _ in self._views if p.grad is not None]
+
     def follow_cleared(self) -> None:
         """The optimizer's are those of the model."""
 
@@ -146,6 +175,7 @@ class DataParallel(ShardedModel):
                 parameter.grad.zero_()
             else:
                 parameter.grad = None
+        self._cleared = self._gradients()
 
     def close(self) -> None:
         """Remove the hooks; those of the parameters go with torch's engine, and gradients that are views of its buckets with them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -93,6 +93,25 @@ class ShardedModel(ABC):
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Forward and backward of a micro-batch run inside; gradients are synchronised in that of the last."""
         yield
+
+    @contextmanager
+    def forward(self, *, last: bool) -> Iterator[None]:
+        """Forward and loss of a micro-batch run inside. Where a rank learns paths, torch's engine knows nothing of them until they have ended."""
+        del last
+        yield
+
+    @property
+    def learns_paths(self) -> bool:
+        """Whether a rank may begin a forward anew by itself: nothing is sent before the last backward, in which the others wait meanwhile."""
+        return False
+
+    def by_itself(self) -> AbstractContextManager[None]:
+        """What is run of the model inside is run on this rank alone."""
+        return nullcontext()
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has one; one that was zeroed by `clear` is none."""
+        return any(parameter.grad is not None for parameter in self.parameters())
 
     @abstractmethod
     def follow_cleared(self) -> None:

@@ -110,7 +110,7 @@ class StepProgram:
         """
         with nullcontext() if self.sharded is None else self.sharded.micro_batch(last=last):
             loss = self._forward_backward(
-                batch, weight, around_forward, check_finite, after_forward, around_backward, value
+                batch, weight, around_forward, check_finite, after_forward, around_backward, last, value
             )
         if self.sharded is not None and last:
             self.sharded.collect()
@@ -124,12 +124,14 @@ class StepProgram:
         check_finite: bool,  # noqa: FBT001 - passed on
         after_forward: Callable[[], None] | None,
         around_backward: AbstractContextManager[object] | None,
+        last: bool,  # noqa: FBT001 - as above
         value: LossValue | None,
     ) -> torch.Tensor:
-        with around_forward or nullcontext():
-            loss = self.loss(batch)
-        if after_forward is not None:
-            after_forward()
+        with nullcontext() if self.sharded is None else self.sharded.forward(last=last):
+            with around_forward or nullcontext():
+                loss = self.loss(batch)
+            if after_forward is not None:
+                after_forward()
         value = LossValue() if value is None and check_finite else value
         if value is not None:
             value.take(loss)

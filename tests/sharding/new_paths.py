@@ -15,7 +15,7 @@ import small
 from defined_costs import defined_costs
 from memfit import batches
 from memfit.values.report import StepRecord
-from models.paths import HIDDEN, Block, loss_of, sample, seeded
+from models.paths import HIDDEN, Block, LeftOutByTorch, loss_of, sample, seeded
 from sharding import steps
 
 STEPS = 4
@@ -88,6 +88,17 @@ def left_out(rank: int, data: str) -> tuple[str, str]:
         with pytest.raises(memfit.EngineError) as raised:
             engine.step(own)
     return "\n".join(str(each.message) for each in caught), str(raised.value)
+
+
+def drawn(rank: int, data: str) -> list[StepRecord]:
+    """Metered steps of a model that leaves blocks out by chance, each rank by numbers of its own."""
+    model = LeftOutByTorch()
+    engine = memfit.apply(memfit.Plan.from_json(data), model, loss_of, small.adamw)
+    own, records = steps.part_of(sample(), rank, 2), []
+    for step in range(STEPS):
+        seeded(100 + 10 * step + rank)
+        records.append(engine.step(own, meter=True))
+    return records
 
 
 def undivided(

@@ -18,7 +18,7 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.capture import capture
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import forward_names
-from memfit.capture.draws import with_other_draws, with_other_samples
+from memfit.capture.draws import with_other_draws
 from memfit.capture.extreme_draws import End, drawing, drawn_one_by_one
 from memfit.capture.real_forward import looked_at, on_few, real_forward_names, refused_by_torch
 from memfit.capture.samples import rows_of, shortened
@@ -145,11 +145,16 @@ def _sharded(
         if MAKES_SPARSE in why:
             raise sparse_on_ranks()
         raise real_on_ranks(why.removeprefix("captured for real: "))
-    captured = on_fakes(source)
-    if source.draws:
-        each = replace(source, other_samples=source.other_samples or (lambda _: rows_alone(source.sample)))
-        samples, _ = other_samples(each, choices.but(sharding=""), alone)
-        captured = with_other_samples(captured, on_fakes, source, samples)
+    with outside_torch_kept():
+        outside, one_by_one = outside_torch(), drawn_one_by_one()
+        captured = on_fakes(source)
+        decides = drawn_one_by_one() > one_by_one or outside_torch() != outside
+        if source.draws:
+            each = replace(source, other_samples=source.other_samples or (lambda _: rows_alone(source.sample)))
+            samples, _ = other_samples(each, choices.but(sharding=""), alone)
+            # Engines set themselves up in the forward before the one that is captured, so no other one of them is looked at.
+            once = replace(captured, repeats=True)
+            captured = with_other_draws(once, on_fakes, source, (alone,), decides=decides, samples=samples)
     return replace(
         captured, trace=replace(captured.trace, notes=tuple(dict.fromkeys((*alone.trace.notes, *captured.trace.notes))))
     )

@@ -105,21 +105,6 @@ def with_other_draws(
     return replace(longest, trace=trace, calls=calls, steady=not drawn and not taken and not failed)
 
 
-def with_other_samples(
-    captured: Captured, again: Callable[[StepSource], Captured], source: StepSource, samples: Sequence[Batch]
-) -> Captured:
-    """The capture with the paths of these samples alone; arguments as for `with_other_draws`."""
-    if not samples:
-        return captured
-    others, failed = _of_samples(samples, again, source)
-    seen = [captured, *others]
-    longest = max(seen, key=_length)
-    taken = _other_paths(longest, seen)
-    told = _paths(len(taken), failed, 1 + len(samples), _reason(draws=False, samples=True))
-    trace = replace(longest.trace, paths=_alone(taken), notes=(*longest.trace.notes, *([told] if told else [])))
-    return replace(longest, trace=trace, calls=_calls(*taken, longest))
-
-
 def _of_samples(
     samples: Sequence[Batch], again: Callable[[StepSource], Captured], source: StepSource
 ) -> tuple[list[Captured], int]:

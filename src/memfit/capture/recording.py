@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -340,8 +340,7 @@ class _StepRecording:
             self.graded = self._believed
         elif not inside:
             self.graded = _graded(model)
-        named = model.named_parameters()
-        self.receiving = frozenset(name for name, p in named if p.grad is not None or id(p) in self._updated)
+        self.receiving = frozenset(n for n, p in self._named() if p.grad is not None or id(p) in self._updated)
         self.changed = {
             name: b.numel() * b.element_size()
             for name, b in buffers.items()
@@ -384,8 +383,11 @@ class _StepRecording:
 
     def _elsewhere(self) -> list[nn.Parameter]:
         """Parameters that this step gives no gradient, and others do."""
-        named = self._source.model.named_parameters()
-        return [p for name, p in named if name in self._source.trained_elsewhere and p.grad is None]
+        return [p for name, p in self._named() if name in self._source.trained_elsewhere and p.grad is None]
+
+    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer updates, by their names in the model."""
+        return self._source.model.named_parameters() if self._sharded is None else self._sharded.named().items()
 
     def finish(self) -> None:
         """Let go of the optimizer, and see that the step may be run as it was.

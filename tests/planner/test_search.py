@@ -223,6 +223,14 @@ def test_a_plan_tells_of_its_peak_what_the_trace_says(seed: int) -> None:
         assert bool(answered) is not plan.script.plain
 
 
+def test_a_trace_of_micro_batches_says_that_nothing_fits_in_no_bytes() -> None:
+    """The way out of another number of micro-batches was looked for, which nobody has captured."""
+    trace = network(0, blocks=4)
+    made = Planning(TraceBundle.of(replace(trace, choices=trace.choices.but(micro_batches=2, micro_batch_size=4))))
+    with pytest.raises(InfeasibleError, match="is too little: the smallest plan found needs"):
+        made.plan(1)
+
+
 WAYS = (
     Choices(),
     Choices(state_format="8bit"),

@@ -112,7 +112,7 @@ class TraceBundle:
         number = how.micro_batches
         # The last micro-batch may be smaller, so there may be fewer samples; only a search for their number would need them exactly.
         return cls(
-            Request(fixed={"micro_batches": number}, freeze=how.frozen, clip_norm=trace.clip_norm),
+            Request(freeze=how.frozen, clip_norm=trace.clip_norm).settling(micro_batches=number),
             Topology((), ((),)),
             how.micro_batch_size * number,
             (candidate_of(how),),

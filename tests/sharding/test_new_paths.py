@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import nn
 
 import memfit
 import small
+from memfit.capture.capture import capture
+from memfit.capture.source import StepSource
+from memfit.techniques.choices import Choices
 from models.paths import LeftOutByTorch, loss_of, sample
 from sharding import new_paths, steps
 from sharding.new_paths import NEVER
@@ -89,3 +93,19 @@ def test_paths_that_chance_decides_are_planned_for_on_ranks() -> None:
     for records in on_ranks(2, new_paths.drawn, plan.to_json()):
         assert not any(record.divergences for record in records)
         assert max(record.peak_bytes or 0 for record in records) <= plan.budget_bytes
+
+
+def drawing(model: nn.Module, batch: Any) -> torch.Tensor:
+    print(random.random())  # noqa: T201 - what is put into lists is taken out again
+    return loss_of(model, batch)
+
+
+def test_a_capture_on_ranks_leaves_pythons_numbers_to_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    """Collectives on fake tensors draw from the same generator: forwards met other numbers than the ends of the range, and a path was missing."""
+    source = StepSource(new_paths.built(), sample(), drawing)
+    for way in ("data/2", "zero3/2"):
+        random.seed(5)
+        capture(source, Choices(sharding=way))
+    random.seed(5)
+    numbers = [random.random(), random.random()]
+    assert [float(line) for line in capsys.readouterr().out.split()] == numbers * 2

@@ -8,9 +8,10 @@ buckets are tensors of integers, so those are real; and it waits for a future th
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -109,6 +110,7 @@ class OnFakeTensors(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers = random.Random().getstate()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,9 +119,21 @@ class OnFakeTensors(DispatchMode):
         if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") in _INDICES:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        with self._other_numbers() if func.namespace == "c10d" else nullcontext():
+            result = func(*args, **kwargs)
         if func is torch.ops.c10d.allreduce_.default:
             future: Any = torch.futures.Future()
             future.set_result(list(result[0]))
             return result[0], torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
         return result
+
+    @contextmanager
+    def _other_numbers(self) -> Iterator[None]:
+        """Each collective on fake tensors is named by a number from Python's generator, of which forward is to find its own."""
+        before = random.getstate()
+        random.setstate(self._numbers)
+        try:
+            yield
+        finally:
+            self._numbers = random.getstate()
+            random.setstate(before)

@@ -266,14 +266,16 @@ class ModulePaths:
 
     Attributes:
         position: called where a module begins and ends; None for nothing. What it returns, where that is not None, is noted in `calls`.
+        found: called with a module whose call begins; what it returns is noted in `calls`, too. None for nothing.
         passed: called with the arguments and with the result of a call when it has ended; what it returns is noted in `calls`, too.
         calls: of each call of a module of the model, in the order in which they began: the module's path, the position at its begin and at its end, how
-            deep it is in others, and what was passed in and out. Calls without gradients are left out: nothing is saved in them.
+            deep it is in others, what was passed in and out, and what it found. Calls without gradients are left out: nothing is saved in them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self.position: Callable[[], tuple[int, int] | None] | None = None
+        self.found: Callable[[torch.nn.Module], Any] | None = None
         self.passed: Callable[[object], Any] | None = None
         self.calls: list[list[Any]] = []
         self._running = threading.local()  # micro-batches of a streamed step run in threads
@@ -313,7 +315,9 @@ class ModulePaths:
         name = self._names.get(id(module))
         self._stack.append(self.current if name is None else name)
         if name is not None and self.position is not None and torch.is_grad_enabled():
-            self.calls.append([name, self.position(), None, len(self._stack), None, None])
+            position = self.position()
+            found = self.found(module) if self.found is not None and position is not None else None
+            self.calls.append([name, position, None, len(self._stack), None, None, found])
 
     def _leave(self, module: torch.nn.Module, args: object, *kwargs_and_output: object) -> None:
         if self.position is not None and id(module) in self._names:

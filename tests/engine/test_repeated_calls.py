@@ -299,6 +299,59 @@ def test_blocks_with_other_effects_are_not_called_twice(build: Callable[[], Bloc
     assert not any(call.module.count(".") == 1 for call in inside)
 
 
+def with_an_attribute(model: Any, batch: Tensor) -> Tensor:
+    for block in model.blocks:
+        block.also = torch.relu
+    loss = loss_of(model, batch)
+    for block in model.blocks:
+        block.also = None
+    return loss
+
+
+def in_eval_mode(model: Any, batch: Tensor) -> Tensor:
+    model.eval()
+    loss = loss_of(model, batch)
+    model.train()
+    return loss
+
+
+def while_frozen(model: Any, batch: Tensor) -> Tensor:
+    model.blocks.requires_grad_(requires_grad=False)
+    loss = loss_of(model, batch)
+    model.blocks.requires_grad_(requires_grad=True)
+    return loss
+
+
+def with_other_parameters(model: Any, batch: Tensor) -> Tensor:
+    others = {name: p.detach() for name, p in model.named_parameters() if name != "scale"}
+    result: Tensor = torch.func.functional_call(model, others, (batch,))
+    return result.square().mean()
+
+
+def with_a_hook(model: Any, batch: Tensor) -> Tensor:
+    hooks = [block.drop.register_forward_hook(lambda *_: None) for block in model.blocks]
+    loss = loss_of(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return loss
+
+
+def in_a_mode_for_functions(model: Any, batch: Tensor) -> Tensor:
+    with torch.device("cpu"):
+        return loss_of(model, batch)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [with_an_attribute, in_eval_mode, while_frozen, with_other_parameters, with_a_hook, in_a_mode_for_functions],
+)
+def test_blocks_that_would_find_something_else_in_backward_are_not_called_twice(loss_fn: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = Blocks(4), torch.randn(64, 16)
+    found = call_plans(undivided(model, batch, loss_fn))._calls.values()
+    assert not any(call.module.count(".") == 1 for calls in found for call in calls.calls)
+
+
 def test_blocks_with_hooks_are_not_called_twice() -> None:
     torch.manual_seed(0)
     model, batch = Blocks(4), torch.randn(64, 16)

@@ -35,7 +35,7 @@ from memfit.step.held_tensors import loss_tensors, model_tensors
 from memfit.step.other_kernels import run_as_written
 from memfit.step.process_generators import outside_torch
 from memfit.step.program import StepProgram, state_tensors
-from memfit.step.unrestored import HeldByModules
+from memfit.step.unrestored import FoundByCall, HeldByModules
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import Forced, watching
 from memfit.values.trace import Category, ModuleCall, Phase, Trace
@@ -141,7 +141,7 @@ def _module_calls(model: nn.Module, paths: dispatch.ModulePaths, *, steady: bool
     """
     hooked = [path for path, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
     numbers: Counter[str] = Counter()
-    for module, begin, end, _, given, result in paths.calls:
+    for module, begin, end, _, given, result, found in paths.calls:
         if begin is None or end is None:
             continue
         arguments, plain = given or ((), False)
@@ -152,7 +152,7 @@ def _module_calls(model: nn.Module, paths: dispatch.ModulePaths, *, steady: bool
             *(module, numbers[module], (begin[0], end[0]), (begin[1], end[1])),
             arguments=arguments,
             results=results,
-            repeatable=steady and plain and own,
+            repeatable=steady and plain and own and found,
         )
         numbers[module] += 1
 
@@ -323,9 +323,12 @@ class _StepRecording:
         # The engine, too, holds the buffers that were there before the step, in case it fails.
         buffers = dict(model.named_buffers())
         held, drawn = HeldByModules(model), outside_torch()
+        recorder.paths.found = FoundByCall
 
         def after_forward() -> None:
             self.changes_attributes = held.changed() or drawn != outside_torch()
+            for call in recorder.paths.calls:
+                call[-1] = call[-1] is not None and not call[-1].changed()
             self._after_forward()
 
         loss = program.forward_backward(

@@ -21,6 +21,8 @@ from memfit.dispatch import has_storage, storage_key
 from memfit.step.attributes import LARGEST_CONTAINER, OF_EVERY_MODULE, held_by, is_plain, items_of, length
 from memfit.step.modules import every_module, modules_of
 
+# Of a module, what is looked into by name and identity.
+_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks"})
 _CONSTANT: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
 
 
@@ -110,6 +112,51 @@ class HeldByModules:
                     words.words.append(name)
                     words.value(value)
         return words
+
+
+class FoundByCall:
+    """What a call of a module finds besides its arguments and what is in its parameters and buffers, as it is when this is made.
+
+    Its modules, tensors, hooks, modes (train or eval) and attributes, those of torch's own modules included; which tensors are trained; and how torch is set.
+    A second call has to find the same, and a forward may set any of it before a call and have it back by its end.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = self._noted()
+
+    def changed(self) -> bool:
+        """Whether any of it is not as it was."""
+        now = self._noted()
+        return self._before.words != now.words or any(alive() is None for alive in self._before.alive)
+
+    def _noted(self) -> _Words:
+        words = _Words(addresses=False)
+        words.words.append(_torch_settings())
+        for module in self._module.modules():
+            words.words.append(module.training)
+            for name, value in vars(module).items():
+                if name in _TABLES:
+                    words.words += [(key, id(each)) for key, each in value.items()]
+                    words.words += [each.requires_grad for each in value.values() if isinstance(each, torch.Tensor)]
+                elif name not in OF_EVERY_MODULE:
+                    words.words.append(name)
+                    words.value(value)
+        return words
+
+
+def _torch_settings() -> tuple[Any, ...]:
+    """How torch is set where this is asked, as far as blocks of code set it for a while: which operations a call runs may depend on it."""
+    attention = torch.backends.cuda
+    modes = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001 - torch has no public word for it
+    return (
+        *(id(mode) for mode in modes if not type(mode).__module__.startswith("memfit.")),
+        torch.get_default_dtype(),
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(),
+    )
 
 
 def _buffers(module: nn.Module, path: str, restored: Collection[str]) -> list[torch.Tensor | None]:

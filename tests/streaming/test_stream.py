@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -513,6 +514,22 @@ def changed_after(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
+def scaled_for_a_while(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
+        layer.scale = number  # type: ignore[assignment]
+    x = in_order(layers, x)
+    for layer in layers:
+        layer.scale = 1.0  # type: ignore[assignment]
+    return x
+
+
+def in_eval_mode(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    layers.eval()
+    x = in_order(layers, x)
+    layers.train()
+    return x
+
+
 def with_skip(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return in_order(layers, x) * x.sin()
 
@@ -525,6 +542,18 @@ class Cached(nn.Linear):
 class Masked(nn.Linear):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) * mask
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Drawing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
 
 
 class Doubling(nn.Linear):
@@ -552,10 +581,16 @@ class Counting(nn.Linear):
         (in_order, Doubling, "in place"),
         (changed_after, Masked, "changed a tensor in place that it had given to layers.2"),
         (in_order, Counting, "writes its buffer 'seen'"),
+        (in_order, Drawing, "layers.0 draws random numbers of Python's"),
+        (scaled_for_a_while, Scaled, "layers.2 would find something else"),
+        (in_eval_mode, nn.Linear, "layers.2 would find something else"),
         (with_skip, nn.Linear, "before layers.0 is read by that block and by later parts"),
         (around, nn.Linear, "is read by that block and by later parts"),
     ],
-    ids=["too few", "out of order", "twice", "cache", "in place", "changed after", "buffer", "skip", "skips around"],
+    ids=[
+        *("too few", "out of order", "twice", "cache", "in place", "changed after", "buffer"),
+        *("draws", "an attribute", "another mode", "skip", "skips around"),
+    ],
 )
 def test_what_cannot_be_streamed_is_refused_with_the_reason(call: Any, block: Any, message: str) -> None:
     with pytest.raises(EngineError, match=message):

@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from memfit.errors import EngineError
 from memfit.step import generators
 from memfit.step.autocast import AutocastState
+from memfit.step.fingerprint import fingerprint
+from memfit.step.process_generators import outside_torch
 
 # What can be handed to a block a second time as it was: nothing that a call could have changed.
 _UNCHANGING: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type, type(None))
@@ -106,8 +108,9 @@ class Pass:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         trained = (*module.parameters(), *tensors)
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
-        call = Call(self, len(self.calls), name, forward, leaves, structure, wanted=wanted)
+        call = Call(self, len(self.calls), name, module, forward, leaves, structure, wanted=wanted)
         call.versions = _versions(tensors)
+        drawn = outside_torch()
         buffers = dict(module.named_buffers())
         written = _versions(buffers.values())
         # A cast that autocast keeps past its block would outlive the parameter.
@@ -127,6 +130,11 @@ class Pass:
         if not wanted:
             call.leaves = []  # it is not called again
             return output
+        if drawn != outside_torch():
+            raise EngineError(
+                f"{name} draws random numbers of Python's or numpy's, others when it is run a second time, so it cannot be streamed: plan without streaming"
+            )
+        call.found = _found(module)
         for t in tensors:
             if t.requires_grad:  # the call keeps it, so its identity is its own
                 self._first.setdefault(id(t), call.number)
@@ -177,6 +185,7 @@ class Call:
     way: Pass
     number: int
     name: str
+    module: nn.Module
     forward: Callable[..., Any]
     leaves: list[Any]
     structure: Any
@@ -187,6 +196,7 @@ class Call:
     places: list[int] = field(default_factory=list)  # of these tensors among the leaves of what it returned
     versions: list[int] = field(default_factory=list)  # of the tensors among the leaves
     done: bool = False
+    found: Any = None  # in the module when the call had ended
 
     def __post_init__(self) -> None:
         self.autocast = AutocastState.present(self.way.device)
@@ -231,6 +241,11 @@ class Call:
                 f"the model changed a tensor in place that it had given to {self.name}, which is to be run a second time on it, so it cannot be streamed: "
                 "plan without streaming"
             )
+        if self.found != _found(self.module):
+            raise EngineError(
+                f"{self.name} would find something else when it is run a second time (an attribute, its mode, what is trained), since the model sets it for a "
+                "while in forward, so it cannot be streamed: plan without streaming"
+            )
         inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}.values())
         received = _Received()
         after = generators.taken(self.way.device)
@@ -270,6 +285,13 @@ class Call:
         anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
         found: tuple[Tensor, ...] = _Gate.apply(taker, anchor, *tensors)  # type: ignore[no-untyped-call]
         return found
+
+
+def _found(module: nn.Module) -> Any:
+    """What a call finds in a module, in a few words: of what it keeps there itself (a table, its last scores) the form alone."""
+    words = fingerprint(module)
+    words.pop(".forward", None)  # is taken over in the first call
+    return words, [each.training for each in module.modules()]
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:

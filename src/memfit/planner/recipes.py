@@ -19,7 +19,13 @@ from functools import cached_property
 from typing import Final
 
 from memfit.hardware.machine import Link
-from memfit.planner.repeatable_calls import RepeatableCalls, repeatable_calls, seconds_of
+from memfit.planner.repeatable_calls import (
+    RepeatableCalls,
+    is_batch_norm,
+    repeatable_calls,
+    seconds_of,
+    statistics_written,
+)
 from memfit.planner.steady_calls import SteadyCalls
 from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
 
@@ -145,6 +151,7 @@ class Recipes:
         for op in forward:
             if operations[op].makes or any(s in managed for s in operations[op].writes):
                 groups[find(op)].append(op)
+        self._statistics_written = statistics_written(trace)
         self.recipes: list[Recipe] = []
         self.recipe_of: dict[int, int] = {}
         for ops in groups.values():
@@ -267,6 +274,7 @@ class Recipes:
                     runnable = runnable and last_write.get(s, -1) < event
                 else:
                     runnable = runnable and lasting_write.get(s, -1) < event
+                    runnable = runnable and (is_batch_norm(operation) or self._statistics_written.get(s, -1) < event)
                     storage = trace.storages[s]
                     if (
                         storage.category is Category.OTHER

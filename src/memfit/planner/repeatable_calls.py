@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Final, TypeVar
 
 from memfit.planner.modules import calls_of_blocks
-from memfit.values.trace import BEFORE_STEP, Category, ModuleCall, Phase, Trace
+from memfit.values.trace import BEFORE_STEP, Category, ModuleCall, Operation, Phase, Trace
 
 # What calls cost beside the kernels that run in them, in multiples of what the engine takes to run one operation again: to make a row of them again at all;
 # for each call of a module, to note its arguments and to put it under hooks; what lies between the operations of forward (Python, autograd), which they meet a
@@ -128,6 +128,22 @@ def _rows(calls: Sequence[ModuleCall]) -> Iterator[tuple[ModuleCall, ...]]:
         length *= 2
 
 
+def is_batch_norm(operation: Operation) -> bool:
+    """Whether it may write running statistics, which its schema does not say."""
+    return operation.name.startswith(_BATCH_NORMS)
+
+
+def statistics_written(trace: Trace) -> dict[int, int]:
+    """The running statistics that batch norms in forward write, and the event of the last one that does: what others have read of them before is gone."""
+    return {
+        s: event
+        for event in trace.events_in_forward
+        if is_batch_norm(trace.operations[trace.events[event]])
+        for s in trace.operations[trace.events[event]].reads
+        if trace.storages[s].category is Category.BUFFER and trace.storages[s].birth == BEFORE_STEP
+    }
+
+
 def outermost(calls: Iterable[Call], operations: Callable[[Call], tuple[int, int]]) -> list[Call]:
     """The calls that are not inside another.
 
@@ -157,6 +173,7 @@ class _Facts:
         self._trace, self._managed = trace, managed
         self._events = trace.events_in_forward
         self._written: dict[int, list[int]] = defaultdict(list)  # events that write each storage
+        self._statistics_written = statistics_written(trace)
         self._last_read: dict[int, int] = {}  # in forward
         for event, op in enumerate(trace.events[: trace.pass_events]):
             if op >= 0:
@@ -238,6 +255,8 @@ class _Facts:
                 # What is not among the arguments is found by the module itself: it must be there still, and unchanged.
                 if (s in self._managed and s not in given) or any(e >= operations[0] for e in self._written.get(s, ())):
                     return False
+                if not is_batch_norm(operation) and self._statistics_written.get(s, -1) >= operations[0]:
+                    return False
         # What leaves the calls otherwise than by their last result (a list of the loss function's) would be there twice.
         escaped = (s for s in born if self._last_read.get(s, -1) > end and s not in calls[-1].results)
         return all(map(self._is_cast_of_parameter, escaped))
@@ -263,7 +282,7 @@ class _Facts:
         found: set[int] = set()
         for event in operations:
             operation = trace.operations[trace.events[event]]
-            norm = operation.name.startswith(_BATCH_NORMS)
+            norm = is_batch_norm(operation)
             if norm or operation.name in _COUNTERS:
                 found.update(
                     s

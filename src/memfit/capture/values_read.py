@@ -18,6 +18,7 @@ from memfit.batches import Batch
 from memfit.capture.capture import on_fakes
 from memfit.capture.captured import Captured
 from memfit.capture.constants import run_recorded
+from memfit.capture.extreme_draws import at_the_end
 from memfit.capture.isolation import batch_kept, with_copied_storage
 from memfit.capture.real_forward import forward_for_real
 from memfit.capture.source import StepSource
@@ -71,7 +72,7 @@ def other_samples(source: StepSource, choices: Choices, captured: Captured) -> t
         running = _on_fakes if fake else _for_real
         of = replace(source, sample=sample, loader_batches=1)
         with running(of, choices.but(micro_batches=number)) as (program, micro_batches):
-            return _readings(program, micro_batches, looked_at, len(reading), floats=fake)
+            return _readings(program, micro_batches, looked_at, len(reading), fake=fake)
 
     known: Reading | None = None  # of the micro-batch that was captured
     found: dict[Reading, tuple[Batch, int, int]] = {}  # a batch, from which of its samples on how many are meant
@@ -212,17 +213,18 @@ def _for_real(source: StepSource, choices: Choices) -> Iterator[tuple[StepProgra
 
 
 def _readings(
-    program: StepProgram, micro_batches: Sequence[Batch], looked_at: Sequence[int], reads: int, *, floats: bool
+    program: StepProgram, micro_batches: Sequence[Batch], looked_at: Sequence[int], reads: int, *, fake: bool
 ) -> dict[int, Reading]:
     """What forward reads of these micro-batches, the first `reads` times; those on which it fails are left out.
 
     Args:
         program, micro_batches, looked_at, reads: of the step.
-        floats: count as well. Fake tensors have those of the batch alone; in a real forward they are losses that somebody notes, each another.
+        fake: it runs on fake tensors. They have floats of the batch alone, which count as well; in a real forward these are losses that somebody notes, each
+            another.
     """
     found: dict[int, Reading] = {}
     for number in looked_at:
-        look = _Look(reads, floats=floats)
+        look = _Look(reads, fake=fake)
         with suppress(Exception):
             with suppress(_Seen), look:
                 program.loss(micro_batches[number])
@@ -253,17 +255,20 @@ class _Look(dispatch.DispatchMode):
         values: of each reading operation the value, or the sizes of its results.
     """
 
-    def __init__(self, reads: int, *, floats: bool) -> None:
+    def __init__(self, reads: int, *, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.values: list[tuple[Any, ...]] = []
-        self._reads, self._floats = reads, floats
+        self._reads, self._fake = reads, fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            result = run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
+            if self._fake:
+                result = run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
+            else:  # not below all modes: one of them keeps what is written
+                result = at_the_end(func, args, func(*args, **kwargs))
         if str(func) in READING:
-            self.values.append((result,) if self._floats or not isinstance(result, float) else ())
+            self.values.append((result,) if self._fake or not isinstance(result, float) else ())
         elif dispatch.is_sized_by_values(func, args):
             self.values.append(tuple(n for t in dispatch.tensors_in(result) for n in t.shape))
         if len(self.values) == self._reads:

@@ -84,6 +84,51 @@ def test_training_goes_on_as_without_a_rehearsal(steps: int) -> None:
     assert engine.steps == len(engine.records) == steps + 2
 
 
+class Lookahead(torch.optim.SGD):
+    """Goes back half of the way every second step (Zhang et al., 2019), with what it needs outside of its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        if self.count % 2:
+            return
+        with torch.no_grad():
+            for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                parameter.seen = getattr(parameter, "seen", 0) + 1
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_an_optimizer_notes_besides_its_state_is_as_before(steps: int) -> None:
+    torch.manual_seed(0)
+    sample, model = rows(), chain(2)
+    made = memfit.plan(model, sample, squared_error, "1GiB", Lookahead, fixed={"micro_batches": 1})
+    engine = memfit.apply(made, model, squared_error, Lookahead)
+    for _ in range(steps):
+        engine.step(sample)
+    optimizer: Any = engine.optimizer
+    before = copy.deepcopy((optimizer.slow, optimizer.count, [vars(p) for p in model.parameters()]))
+    memfit.api.rehearse(engine, sample)
+    slow, count, noted = before
+    assert all(torch.equal(a, b) for a, b in zip(optimizer.slow, slow, strict=True))
+    assert (optimizer.count, [vars(p) for p in model.parameters()]) == (count, noted)
+
+
+def test_tensors_of_inference_mode_among_attributes_are_as_before() -> None:
+    engine, sample = engine_of()
+    with torch.inference_mode():
+        seen = engine.model.seen = torch.ones(3)
+    memfit.api.rehearse(engine, sample)
+    assert engine.model.seen is seen
+    assert seen.sum() == 3
+
+
 class Remembering(nn.Module):
     """Fills a table at its first forward and says so in an attribute; counts its forwards, and passes a state on to the next one."""
 

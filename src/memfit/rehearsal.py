@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +20,11 @@ from memfit.engine.engine import Engine
 from memfit.errors import InfeasibleError, Remedy, SnapshotError
 from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
-from memfit.step.attributes import Attributes, besides_modules, held_by
+from memfit.step.attributes import Attributes, besides_modules, held_by, items_of
 from memfit.step.guard import Guard, Trained
 from memfit.step.held_tensors import model_tensors
 from memfit.step.optimizer_state import set_optimizer
-from memfit.step.program import own_optimizer
+from memfit.step.program import own_optimizer, state_tensors
 from memfit.units import format_budget, format_bytes
 from memfit.values.plan import Plan
 from memfit.values.report import Rehearsal, StepRecord
@@ -54,10 +54,14 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1, *, held: bo
         id(t): t for module in attributes.modules for t in (*module.buffers(), *model_tensors(module, hidden=False))
     }
     written |= {id(p): p for p in hidden_to_copy(engine.model, engine.loss_fn)}
+    optimizer = own_optimizer(engine.optimizer)
+    noted = _noted_by(optimizer, kept)
+    written |= {id(t): t for t in _tensors_in(noted, optimizer)}
     with ExitStack() as stack:
-        stack.enter_context(_copied_to_disk([*kept, *written.values()], own_optimizer(engine.optimizer)))
+        stack.enter_context(_copied_to_disk([*kept, *written.values()], optimizer))
         stack.enter_context(_unchanged(engine, attributes.modules))
         stack.callback(attributes.put_back)
+        stack.callback(noted.put_back)
         stack.callback(besides_modules(engine.loss_fn).put_back)
         if engine.stream is not None:
             stack.enter_context(engine.stream.undone())
@@ -184,6 +188,19 @@ def no_smaller_plan(
     )
 
 
+def _noted_by(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> Attributes:
+    """What an optimizer notes besides its state: in attributes of its own (weights to go back to, a count of steps), and of the parameters that it steps."""
+    own = [] if optimizer is None or type(optimizer).__module__.startswith("memfit.") else [vars(optimizer)]
+    return Attributes([*own, *(vars(parameter) for parameter in parameters if parameter.requires_grad)])
+
+
+def _tensors_in(noted: Attributes, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """The tensors among what an optimizer notes: its state, which is kept apart, and parameters left out."""
+    known = set() if optimizer is None else set(map(id, state_tensors(optimizer)))
+    held = (value for container in noted.containers for value in items_of(container))
+    return [t for t in held if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter) and id(t) not in known]
+
+
 @contextmanager
 def _copied_to_disk(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """What is in these tensors and in the optimizer is, after the block, what was in them before."""
@@ -207,7 +224,8 @@ def _copied_to_disk(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Opti
             saved = torch.load(name, weights_only=False, mmap=True)  # our own file of a moment ago
             with torch.no_grad():
                 for tensor, value in zip(tensors, saved["tensors"], strict=True):
-                    tensor.copy_(value)
+                    with torch.inference_mode() if tensor.is_inference() else nullcontext():
+                        tensor.copy_(value)
             if optimizer is not None:
                 if fresh:
                     optimizer.state.clear()

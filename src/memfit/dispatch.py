@@ -106,8 +106,10 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a plain strided view of one storage (not sparse, nested or opaque)."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_mkldnn
+    """Whether the tensor is a plain strided view of one storage (not sparse, nested or opaque, nor the zeros without bytes of forward-mode derivatives)."""
+    return (
+        tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_mkldnn and not tensor._is_zerotensor()  # noqa: SLF001 - torch has no public word for it
+    )
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:

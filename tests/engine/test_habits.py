@@ -6,6 +6,7 @@ Backward run twice, gradients of gradients, exceptions, engines inside engines: 
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -124,6 +125,21 @@ def checkpointed_again(model: nn.Module, x: Tensor) -> Tensor:
     return h.square().mean()
 
 
+def derivative(model: nn.Module, x: Tensor) -> Tensor:
+    """Forward-mode differentiation: its zeros have no bytes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own decompositions
+        value, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))  # type: ignore[misc]
+    return value.square().mean() + tangent.square().mean()
+
+
+def made_without_gradients(model: nn.Module, x: Tensor) -> Tensor:
+    """What inference mode has made counts no writes."""
+    with torch.inference_mode():
+        scale = x * 1.0
+    return (model(x) + scale.clone() * (model(scale.clone()) + scale)).tanh().square().mean()
+
+
 class Nudged(nn.Module):
     """Writes into a weight in forward, between two uses of it."""
 
@@ -174,6 +190,8 @@ HABITS: dict[str, Habit] = {
     "tensor_hooks": (layers, tensor_hooks),
     "module_hooks": (hooked, squares),
     "inference_inside": (layers, inference_inside),
+    "inference_before": (layers, made_without_gradients),
+    "forward_mode": (layers, derivative),
     "spectrum": (layers, spectrum),
     "correlation": (layers, correlation),
     "mapped": (layers, mapped),

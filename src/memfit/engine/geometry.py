@@ -33,7 +33,7 @@ class Argument:
         if place < 0:
             self.storage = tensor.untyped_storage()
             base = tensor._base if tensor._is_view() else tensor
-            if base is not None and base.is_leaf:
+            if base is not None and base.is_leaf and not base.is_inference():  # nobody counts writes into these
                 self.base, self.version = base, base._version
 
 

@@ -295,7 +295,7 @@ def _found(module: nn.Module) -> Any:
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [t._version for t in tensors]  # noqa: SLF001 - the count of writes has no public name
+    return [0 if t.is_inference() else t._version for t in tensors]  # noqa: SLF001 - the count of writes has no public name
 
 
 def _source(tensor: Tensor) -> Call | None:

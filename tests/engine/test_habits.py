@@ -293,6 +293,31 @@ def test_tensors_that_modules_hold_as_attributes_count(fraction: float, *, renew
     assert measured_peak(made, model, x, squares) == made.prediction.peak_bytes
 
 
+class Cut(nn.Module):
+    """The first rows of larger tables, which are held as a whole: a parameter, a buffer, an attribute; and two parameters that share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers(2)
+        self.weight = nn.Parameter(torch.ones(300, WIDTH)[:3])
+        self.register_buffer("scale", torch.ones(500, WIDTH)[:2])
+        self.table = torch.ones(700, WIDTH)[:1]
+        whole = torch.ones(2, WIDTH)
+        self.halves = nn.ParameterList(nn.Parameter(whole[half]) for half in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.weight.mean(0) * self.scale.mean(0) * self.table.mean(0)
+        return self.inner(x) * between * self.halves[0] * self.halves[1]
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
+def test_a_part_of_a_larger_tensor_counts_with_all_of_it(fraction: float) -> None:
+    model, x = Cut(), rows()
+    (made,) = plans_between(model, x, squares, fractions=(fraction,))
+    assert made.prediction.peak_bytes > 4 * WIDTH * (300 + 500 + 700)
+    assert measured_peak(made, model, x, squares) == made.prediction.peak_bytes
+
+
 @pytest.mark.parametrize("said", [True, False], ids=["said so", "not said"])
 @pytest.mark.parametrize("fraction", [0.6, 0.0])
 def test_gradients_of_gradients_are_right_or_refused(fraction: float, *, said: bool) -> None:

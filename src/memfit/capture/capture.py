@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -39,6 +40,7 @@ from memfit.errors import CaptureError, MemfitError
 from memfit.sharding.ways import shard
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
+from memfit.step.held_tensors import model_tensors
 from memfit.techniques.choices import BASELINE, Choices, convert, converting
 
 
@@ -116,13 +118,17 @@ def on_fakes(
     # What has no fake kernel torch would run for real, on zeros: on a GPU that takes its memory.
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=target.type != "cuda")
     cuda = CudaKernels(source.cuda) if source.cuda is not None else None
+    parts = _bytes_around(source.model)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         where = target if tensor.device.type == "meta" else tensor.device
         with mode:
-            return torch.empty_strided(
+            made = torch.empty_strided(
                 tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=where, requires_grad=False
             )
+        if id(tensor) in parts:
+            made.untyped_storage().resize_(parts[id(tensor)])
+        return made
 
     # The batch stays real: what a model computes from it alone (masks, positions, lengths, branches on them) is computed, and only
     # what meets a parameter is fake. So models that look at the values of their inputs take the way they take in training.
@@ -142,6 +148,17 @@ def on_fakes(
         cuda_kernels,
     ):
         yield source, micro_batches, cuda
+
+
+def _bytes_around(model: torch.nn.Module) -> dict[int, int]:
+    """Of the model's tensors that are a part of a larger one (the first rows of a table), in which nothing else of the model lies: its bytes, by identity."""
+    held = {id(t): t for t in (*model.parameters(), *model.buffers(), *model_tensors(model)) if dispatch.has_storage(t)}
+    tensors = Counter(map(dispatch.storage_key, held.values()))
+    return {
+        name: tensor.untyped_storage().nbytes()
+        for name, tensor in held.items()
+        if tensors[dispatch.storage_key(tensor)] == 1 and tensor.untyped_storage().nbytes() > tensor.nbytes
+    }
 
 
 def _of_an_engine(said: str) -> CaptureError | None:

@@ -47,9 +47,7 @@ class Unrestored:
 
     def changed(self) -> bool:
         """Whether any of it is not as it was."""
-        now = self._noted()
-        # Where what was there is still alive, no other object can have its number.
-        return self._before.words != now.words or any(alive() is None for alive in self._before.alive)
+        return self._before.unlike(self._noted())
 
     def writes(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of these lies in the storage of a parameter, or of a buffer that is not put back; also where it is an alias without a version."""
@@ -99,8 +97,7 @@ class HeldByModules:
 
     def changed(self) -> bool:
         """Whether any of it is not as it was: a number, a tensor replaced or written, a list that grew."""
-        now = self._noted()
-        return self._before.words != now.words or any(alive() is None for alive in self._before.alive)
+        return self._before.unlike(self._noted())
 
     def _noted(self) -> _Words:
         words = _Words(addresses=False)
@@ -127,8 +124,7 @@ class FoundByCall:
 
     def changed(self) -> bool:
         """Whether any of it is not as it was."""
-        now = self._noted()
-        return self._before.words != now.words or any(alive() is None for alive in self._before.alive)
+        return self._before.unlike(self._noted())
 
     def _noted(self) -> _Words:
         words = _Words(addresses=False)
@@ -182,6 +178,10 @@ class _Words:
         self.words: list[Any] = []
         self.alive: list[Callable[[], object]] = []
         self._looked_into: set[int] = set()
+
+    def unlike(self, now: _Words) -> bool:
+        """Whether something else is there now. Where what was there is still alive, no other object can have its number."""
+        return self.words != now.words or any(alive() is None for alive in self.alive)
 
     def tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Which ones they are, where they lie, how often each was written."""

@@ -182,7 +182,7 @@ def _compare(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> S
     for count in (min(times * first, total) for times in MORE_SAMPLES):
         found = _compare_on(count, model, sample, loss_fn, OFF)
         if found is not None and found.weights is not None:
-            other = _compare_on(2, model, sample, loss_fn, -OFF)
+            other = _compare_on(count, model, sample, loss_fn, -OFF)
             return other if other is not None and other.weights is None and math.isfinite(other.error) else found
         if found is not None:
             return found

@@ -112,6 +112,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
     )
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written; 0 of one made in inference mode, whose writes nobody counts."""
+    return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - the count of writes has no public name
+
+
 def is_sparse(tensor: torch.Tensor) -> bool:
     """Whether the tensor is made of others: indices and values."""
     return tensor.layout in _SPARSE_PARTS

@@ -42,11 +42,11 @@ class _Passed:
     def __init__(self, tensor: torch.Tensor) -> None:
         with torch._C._DisableTorchDispatch():  # else the mode that is on would be asked, in Python
             self.tensor = tensor.detach()
-        self.version = -1 if tensor.is_inference() else tensor._version  # of inference tensors nobody counts writes
+        self.version = dispatch.version_of(tensor)
         self.requires_grad, self.leaf = tensor.requires_grad, tensor.is_leaf
 
     def again(self) -> torch.Tensor:
-        if self.version >= 0 and self.tensor._version != self.version:
+        if dispatch.version_of(self.tensor) != self.version:
             raise written_after(self.tensor, self.version)
         tensor = self.tensor.detach().requires_grad_(self.requires_grad)
         # Autocast keeps its casts of leaves, as if they were weights, and a leaf cannot be written in place.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from memfit.dispatch import version_of
 from memfit.errors import EngineError
 from memfit.step import generators
 from memfit.step.autocast import AutocastState
@@ -295,7 +296,7 @@ def _found(module: nn.Module) -> Any:
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [0 if t.is_inference() else t._version for t in tensors]  # noqa: SLF001 - the count of writes has no public name
+    return [version_of(t) for t in tensors]
 
 
 def _source(tensor: Tensor) -> Call | None:

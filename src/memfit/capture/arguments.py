@@ -120,6 +120,16 @@ def _chosen(call: CallSpec) -> int:
     return values // each if each else 0
 
 
+def _ends_of_groups(call: CallSpec) -> list[int]:
+    """Of the groups of a grouped product, where they end: all of one size; none where the call is no such product, or its groups are a dimension."""
+    specs = call.tensors
+    if call.func is not torch.ops.aten._grouped_mm.default or len(specs) < 3 or specs[2].dtype != torch.int32:
+        return []
+    left, right, (number, *_) = specs[0].shape, specs[1].shape, specs[2].shape
+    divided = left[-2] if len(left) < len(right) else left[-1] if len(left) == len(right) else right[-1]
+    return [divided * group // number for group in range(1, number + 1)]
+
+
 def build(call: CallSpec, device: torch.device, shared: Filled | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for one run: integers zero (any index is valid), numbers between a quarter and three quarters.
 
@@ -146,7 +156,7 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
         size[spec.place] = max(size.get(spec.place, 0), end)
         kind.setdefault(spec.place, spec.dtype)
     masks = {spec.place for spec in specs if spec.dtype == torch.bool} if _chosen(call) else set()
-    if masks:
+    if masks or _ends_of_groups(call):
         shared = None
     storages: dict[int, torch.UntypedStorage] = {}
     for place, count in size.items():
@@ -161,6 +171,13 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
     for place in masks:
         # Kernels list the places that a mask chooses, which takes more than the mask does: as many as in the step.
         torch.empty(0, dtype=torch.bool, device=where[place]).set_(storages[place])[: _chosen(call)].fill_(True)
+
+    ends = _ends_of_groups(call)
+    if ends:
+        spec = specs[2]
+        torch.empty(0, dtype=spec.dtype, device=where[spec.place]).set_(storages[spec.place])[: len(ends)].copy_(
+            torch.tensor(ends)
+        )
 
     make = _Arguments(device, where, storages, start)
     return tuple(make.like(a) for a in call.args), {k: make.like(v) for k, v in call.kwargs.items()}

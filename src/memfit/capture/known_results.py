@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DEVICE: Final = torch.ops.prim.device.default  # which autograd asks of every gradient
 
 _aten: Final = torch.ops.aten
+_GROUPED: Final = (torch.float32, torch.float16, torch.bfloat16)  # that the kernels of grouped products take
 # Views whose offset is no constant distance from that of their argument.
 _OTHER_OFFSETS: Final = frozenset({_aten.as_strided.default, _aten.view.dtype})
 _BY_VALUES: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -96,10 +97,31 @@ def run_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _worked_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By the modes that are on, laid out as the kernel does it: torch's fake one has the layout of the gradient (that of a mean over tokens is transposed)."""
+    if func is _aten._grouped_mm.default and args[0].dtype in _GROUPED and args[0].dtype is args[1].dtype:
+        return _grouped_product(*args, **kwargs)
     result = func(*args, **kwargs)
     if func is _aten.native_layer_norm_backward.default and result[0] is not None:
         return result[0].contiguous(), *result[1:]
     return result
+
+
+def _grouped_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Of each group of rows with its matrix, as in mixtures of experts: torch's fake one takes bf16 alone. Rows of the result are padded to 16 bytes."""
+    del bias  # no kernel takes one
+    groups = () if offs is None else (offs.shape[0],)
+    batch = groups if left.dim() == right.dim() == 2 else tuple(left.shape[:1]) if left.dim() == right.dim() else ()
+    rows, columns = left.shape[-2], right.shape[-1]
+    dtype = out_dtype or left.dtype
+    aligned = 16 // dtype.itemsize
+    stride = -(-columns // aligned) * aligned
+    outer = (rows * stride,) if batch else ()
+    return torch.empty_strided((*batch, rows, columns), (*outer, stride, 1), dtype=dtype, device=left.device)
 
 
 @cache

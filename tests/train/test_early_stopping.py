@@ -130,8 +130,9 @@ def test_a_run_that_crashed_ends_as_one_that_did_not(tmp_path: Path, at: int) ->
 def test_a_run_that_ended_early_stays_ended_and_goes_on_with_more_patience(tmp_path: Path) -> None:
     run(tmp_path, engine())
 
-    again = engine()
-    outcome = run(tmp_path, again, [], snapshot=snapshots.latest(tmp_path, pytest.fail))
+    again, notes = engine(), Notes()
+    outcome = run(tmp_path, again, [], notes=notes, snapshot=snapshots.latest(tmp_path, pytest.fail))
+    assert notes.may_end_early == []  # that it trains is not told
     assert (again.records, outcome.step, outcome.best) == ([], 14, Best("validation_loss", 1.0, 8))
 
     on = engine()

@@ -49,6 +49,14 @@ def test_lines_tell_that_training_may_end_early() -> None:
     assert stream.getvalue() == "training, step 3 to at most 5; predicted peak 2.00 MiB of 4.00 MiB\n"
 
 
+def test_a_run_without_a_step_left_says_so() -> None:
+    stream = io.StringIO()
+
+    PlainDisplay(stream).begin(5, 5, 2**21, 2**22)
+
+    assert stream.getvalue() == "all 5 steps are done: --set train.steps=... or train.epochs=... asks for more\n"
+
+
 def test_a_terminal_shows_names_as_they_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

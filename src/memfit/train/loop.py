@@ -231,13 +231,14 @@ class _Run:
         log = Log(self.output.folder, self.step, self.evaluated, self.generated) if self.output.writes else SilentLog()
         try:
             with stop_requests(self.output.display.note) as stop, self.watchdog:
-                self.output.display.begin(
-                    self.step,
-                    total,
-                    self._predicted(),
-                    self.engine.plan.budget_bytes,
-                    may_end_early=self.early is not None,
-                )
+                if self.early is None or not self.early.over:  # a run that was stopped early takes no step
+                    self.output.display.begin(
+                        self.step,
+                        total,
+                        self._predicted(),
+                        self.engine.plan.budget_bytes,
+                        may_end_early=self.early is not None,
+                    )
                 self._steps(total, rates, log, stop)
                 if not self._asked(stop):
                     self._evaluate(log, stop)

@@ -78,6 +78,9 @@ class PlainDisplay:
     ) -> None:
         """Where training starts."""
         self._total, self._predicted = total_steps, predicted_peak_bytes
+        if step >= total_steps:
+            self.note(f"all {total_steps} steps are done: --set train.steps=... or train.epochs=... asks for more")
+            return
         last = f"at most {total_steps}" if may_end_early else f"{total_steps}"
         self.note(
             f"training, step {step + 1} to {last}; predicted peak {format_bytes(predicted_peak_bytes)} "

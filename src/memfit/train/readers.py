@@ -176,7 +176,10 @@ def numbers(lines: Iterable[Row]) -> dict[str, Array]:
                     "if it is text, name it in data.text"
                 )
             if rows[key] and row.shape != rows[key][0].shape:
-                raise InputError(f"{where}: field {key!r} has shape {row.shape}, but {rows[key][0].shape} at {first}")
+                raise InputError(
+                    f"{where}: field {key!r} has shape {row.shape}, but {rows[key][0].shape} at {first}: "
+                    "pad all lines to the longest (labels with -100, where the loss leaves these out)"
+                )
             rows[key].append(row)
     if not rows:
         raise InputError(f"{first or 'the data'}: no fields")

@@ -212,7 +212,26 @@ def test_a_users_own_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str
 
     assert ran.status == 2
     assert "cli_toy.py" in ran.err
+    assert "memfit/cli/plan.py" not in ran.err
     assert ran.data["message"] == "RuntimeError: the user's own mistake"
+
+
+def test_debug_shows_our_own_lines_of_a_users_error(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    err = Ran(capsys, "plan", config, "--set", "model.args={fail: true}", "--debug").err
+
+    assert "memfit/cli/plan.py" in err
+    assert "cli_toy.py" in err
+
+
+def test_an_error_of_our_own_keeps_all_lines(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memfit.train.plans.make_plan", None)
+
+    err = Ran(capsys, "plan", config).err
+
+    assert "memfit/cli/plan.py" in err
+    assert "code that memfit called" not in err
 
 
 def test_debug_shows_where_our_own_come_from(capsys: pytest.CaptureFixture[str], config: Path) -> None:
@@ -257,7 +276,9 @@ def test_debug_shows_where_our_own_come_from(capsys: pytest.CaptureFixture[str],
         (["train", "run.yaml", "--plan", "gone.json"], "cannot read the plan gone.json"),
         (["explain", "gone.json"], "cannot read the plan gone.json"),
         (["explain", "."], "is no run's folder"),
-        (["resume", "gone"], "there is no folder gone"),
+        (["explain", "run.yaml"], "run.yaml is a run file: memfit explain takes a saved plan"),
+        (["resume", "gone"], "there is no folder gone: memfit resume takes the folder of a run"),
+        (["resume", "run.yaml"], "run.yaml is a file: memfit resume takes the folder of a run"),
         (["resume", "."], "there is no snapshot in ."),
     ],
     ids=lambda value: " ".join(value[2:]) or value[0] if isinstance(value, list) else "",

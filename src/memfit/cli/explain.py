@@ -30,6 +30,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     folder = arguments.path if arguments.path.is_dir() else None
     if folder is not None and not (folder / "plan.json").is_file():
         raise PlanFileError(f"{folder} is no run's folder: it holds no plan.json")
+    if arguments.path.suffix in (".yaml", ".yml"):
+        raise PlanFileError(
+            f"{arguments.path} is a run file: memfit explain takes a saved plan or the folder of a run; memfit plan makes a plan of a run file"
+        )
     plan = Plan.load(arguments.path if folder is None else folder / "plan.json")
     data: dict[str, Any] = {"verb": "explain", **plan.summary(), "explanation": plan.explain().splitlines()}
     lines = [plan.explain()]

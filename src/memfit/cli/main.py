@@ -13,9 +13,10 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 from memfit import __version__
@@ -36,6 +37,8 @@ _OTHER_NAMES: Final = {
     **dict.fromkeys(("--out", "--output", "-o"), ("--save", "--html")),
     **dict.fromkeys(("--lora", "--qlora", "--peft"), ("--method",)),
 }
+# The folder of memfit's own source.
+_HOME: Final = Path(__file__).resolve().parent.parent
 _STATUS: Final = "exit status: 0 it fits (done), 1 it does not fit, 2 could not tell, 3 bad input, 130 interrupted"
 
 
@@ -149,10 +152,38 @@ def _told_where(message: str, parsed: argparse.Namespace) -> str:
 def _complain(error: BaseException, answer: Answer, *, debug: bool) -> None:
     """One message for what was foreseen; the traceback for what was not, which is most often the user's own model."""
     expected = isinstance(error, (MemfitError, KeyboardInterrupt))
-    if debug or not expected:
+    if debug:
         traceback.print_exception(error, file=sys.stderr)
+    elif not expected:
+        told = traceback.TracebackException.from_exception(error)
+        if any(_without_our_lines(each) for each in _all_of(told)):
+            print(
+                "memfit: code that memfit called has failed (--debug shows memfit's own lines, too):", file=sys.stderr
+            )
+        told.print(file=sys.stderr)
     if expected:
         print(_wrapped(f"memfit: {answer.text}"), file=sys.stderr)
+
+
+def _all_of(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """A traceback and those of what the exception came from."""
+    yield told
+    for each in (told.__cause__, told.__context__):
+        if each is not None:
+            yield from _all_of(each)
+
+
+def _without_our_lines(told: traceback.TracebackException) -> bool:
+    """Leave out the lines of memfit where what failed is not ours: a user looks for the lines of the model.
+
+    Returns:
+        Whether any was left out.
+    """
+    ours = [Path(frame.filename).is_relative_to(_HOME) for frame in told.stack]
+    if not any(ours) or ours[-1]:
+        return False
+    told.stack[:] = [frame for frame, own in zip(told.stack, ours, strict=True) if not own]
+    return True
 
 
 def _wrapped(text: str) -> str:

@@ -96,8 +96,14 @@ def _trained(arguments: argparse.Namespace) -> Answer:
 
 def run_resume(arguments: argparse.Namespace) -> Answer:
     """Go on from the newest snapshot."""
+    if arguments.out.is_file():
+        raise ConfigError(
+            f"{arguments.out} is a file: memfit resume takes the folder of a run, train.out in its run file"
+        )
     if not arguments.out.is_dir():
-        raise ConfigError(f"there is no folder {arguments.out}")
+        raise ConfigError(
+            f"there is no folder {arguments.out}: memfit resume takes the folder of a run, train.out in its run file"
+        )
     from memfit.cli import launch
 
     if arguments.nproc is not None and _started(arguments):

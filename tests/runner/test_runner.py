@@ -83,6 +83,15 @@ def test_ends_are_told_apart(make: Callable[..., Runner]) -> None:
     assert ends["done"].resident_bytes > 1 << 20
 
 
+def test_an_error_of_memory_that_python_cannot_print_is_one(tmp_path: Path) -> None:
+    printed = "Traceback (most recent call last):\nobject address  : 0x7f01\nobject type name: MemoryError\nobject repr     : MemoryError()\nlost sys.stderr\n"
+    (tmp_path / "stderr").write_text(printed)
+
+    end = classified({"status": 1}, tmp_path / "stderr", 1)
+
+    assert end.text == "out of memory: MemoryError"
+
+
 def test_a_process_gets_no_more_memory_than_its_limit(make: Callable[..., Runner]) -> None:
     runner = make()
     grow = "x = []\nwhile len(x) < 400: x.append(bytearray(1 << 20))"

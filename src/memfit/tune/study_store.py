@@ -10,6 +10,7 @@ import hashlib
 import json
 import sqlite3
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -129,13 +130,15 @@ def _storage(url: str, search: Search) -> RDBStorage:
 
     beat = search.config.heartbeat
     with quietly():
-        return RDBStorage(
+        storage = RDBStorage(
             url,
             engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True},
             heartbeat_interval=beat,
             grace_period=MISSED_BEATS * beat,
             heartbeat_stale_trial_callback=queued_again,
         )
+    weakref.finalize(storage, storage.engine.dispose)  # Optuna leaves its connections open
+    return storage
 
 
 def queued_again(study: Study, trial: FrozenTrial) -> None:

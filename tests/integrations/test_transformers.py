@@ -228,6 +228,7 @@ def test_a_trainer_that_has_trained_already_goes_on_under_a_plan_with_the_same_l
 def test_an_optimizer_that_accelerate_has_prepared_is_planned_for_and_stepped_as_the_one_inside() -> None:
     import accelerate
 
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer's bf16 stays there
     accelerator = accelerate.Accelerator(cpu=True)
     model, again = small.chain(2), small.chain(2)
     own = torch.optim.AdamW(model.parameters(), lr=1e-2)

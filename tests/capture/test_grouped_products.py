@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import memfit
 from memfit.capture import arguments
 from memfit.capture.calls import describe
 from memfit.capture.known_results import run_fake
+from small import adamw, plan_at, squared_error
 
 PRODUCT = torch.ops.aten._grouped_mm.default
 ENDS = torch.tensor([2, 5, 10], dtype=torch.int32)
@@ -40,3 +43,32 @@ def test_what_is_timed_has_all_rows_in_groups(shapes: str) -> None:
     _, call = describe(PRODUCT, (left, right, ends), {})
     (*_, made), _ = arguments.build(call, torch.device("cpu"), arguments.Filled(torch.device("cpu")))
     assert made.tolist() == [3, 6, 10]
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that a router chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.weights = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.indices.argsort()
+        ends = (chosen.indices.unsqueeze(1) == torch.arange(3)).sum(0).cumsum(0).int()
+        given = nn.functional.grouped_mm(x[order], self.weights, offs=ends)
+        return given[order.argsort()] * chosen.values.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_a_mixture_of_experts_is_captured_on_fake_tensors_and_holds_what_is_predicted(fraction: float) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Experts(), nn.Tanh(), Experts()), (torch.randn(96, 8), torch.randn(96, 8))
+    plan = plan_at(fraction, model, batch)
+
+    engine = memfit.apply(plan, model, squared_error, adamw)
+    engine.step(batch)
+
+    assert not any("captured for real" in note for note in plan.notes)
+    assert engine.step(batch, meter=True).peak_bytes == plan.prediction.peak_bytes

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 
 from memfit.tune import Search, read_search
 
@@ -34,6 +36,13 @@ def command(folder: Path, code: str = QUADRATIC, space: dict[str, Any] | None = 
     words = [sys.executable, "-S", "-c", code, *(f"{{{name}}}" for name in space)]
     told = {"objective": "value", "trials": 5, "out": "out", **search}
     return read_search({"search": {"command": words, "space": space, **told}}, folder)
+
+
+def study_in(store: str) -> optuna.Study:
+    """The study of a search, whose connections are closed with it: Optuna leaves them open."""
+    storage = optuna.storages.RDBStorage(store)
+    weakref.finalize(storage, storage.engine.dispose)
+    return optuna.load_study(study_name="search", storage=storage)
 
 
 def toy(folder: Path, space: dict[str, Any], fit: dict[str, Any] | None = None, **search: Any) -> Search:

@@ -235,7 +235,7 @@ def test_out_of_memory_is_a_constraint_and_never_the_end(tmp_path: Path) -> None
     by_size = {row.params["x"]: row for row in found.rows}
     assert (by_size[1].state, by_size[500].state) == ("done", "out of memory")
     assert by_size[500].why == "MemoryError"
-    study = optuna.load_study(study_name="search", storage=found.store)
+    study = searches.study_in(found.store)
     (trial,) = [each for each in study.trials if each.params["x"] == 500]
     assert list(trial.constraints.values()) == [float(100 << 20)]
     runs = [each.name for each in (tmp_path / "out" / "runner" / "runs").iterdir()]
@@ -252,7 +252,7 @@ def test_a_run_of_memfit_that_runs_out_of_memory_is_a_constraint(tmp_path: Path)
     file.write_text(text, encoding="utf-8")
     found = run(search)
     assert states(found) == ["out of memory"]
-    (trial,) = optuna.load_study(study_name="search", storage=found.store).trials
+    (trial,) = searches.study_in(found.store).trials
     assert min(trial.constraints.values()) > 0
     assert [each.name for each in (search.out / "runner" / "runs").iterdir()] == ["trial-00000"]
 
@@ -328,7 +328,7 @@ for step in range(6):
     pruner = {"name": "median", "options": {"n_startup_trials": 2}}
     found = run(searches.command(tmp_path, code, space, trials=3, start=start, pruner=pruner))
     assert states(found) == ["done", "done", "pruned"]
-    study = optuna.load_study(study_name="search", storage=found.store)
+    study = searches.study_in(found.store)
     assert len(study.trials[2].intermediate_values) < 6
     assert study.trials[0].intermediate_values == dict.fromkeys(range(6), 0.0)
 
@@ -357,7 +357,7 @@ def test_what_cannot_fit_is_never_launched(searched: Results) -> None:
 
 
 def test_the_peak_of_a_trial_is_the_predicted_one(searched: Results) -> None:
-    study = optuna.load_study(study_name="search", storage=searched.store)
+    study = searches.study_in(searched.store)
     for trial in study.trials:
         if trial.state == TrialState.COMPLETE:
             assert trial.user_attrs["metric:peak_bytes"] == trial.user_attrs["memfit:peak_bytes"]
@@ -412,7 +412,7 @@ def test_trials_of_several_ranks_are_searched_side_by_side(tmp_path: Path) -> No
     assert spec["command"][5:7] == ["--nproc", "2"]
     assert len(spec["rank_bytes"]) == len(set(spec["devices"])) == 2
     assert spec["environment"]["MEMFIT_MEMORY_LIMIT"] == ",".join(map(str, spec["rank_bytes"]))
-    study = optuna.load_study(study_name="search", storage=f"sqlite:///{search.out}/study.sqlite")
+    study = searches.study_in(f"sqlite:///{search.out}/study.sqlite")
     for trial in study.trials:
         assert trial.user_attrs["metric:peak_bytes"] == trial.user_attrs["memfit:peak_bytes"]
 
@@ -441,7 +441,7 @@ def test_where_nothing_fits_it_is_said_before_the_first_trial(tmp_path: Path) ->
         run(search)
     assert caught.value.minimum_bytes
     assert not (search.out / "trials").exists()
-    study = optuna.load_study(study_name="search", storage=f"sqlite:///{search.out}/study.sqlite")
+    study = searches.study_in(f"sqlite:///{search.out}/study.sqlite")
     assert study.trials == []
 
 

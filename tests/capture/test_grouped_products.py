@@ -11,6 +11,7 @@ import memfit
 from memfit.capture import arguments
 from memfit.capture.calls import describe
 from memfit.capture.known_results import run_fake
+from memfit.capture.roofline import flops_of
 from small import adamw, plan_at, squared_error
 
 PRODUCT = torch.ops.aten._grouped_mm.default
@@ -43,6 +44,22 @@ def test_what_is_timed_has_all_rows_in_groups(shapes: str) -> None:
     _, call = describe(PRODUCT, (left, right, ends), {})
     (*_, made), _ = arguments.build(call, torch.device("cpu"), arguments.Filled(torch.device("cpu")))
     assert made.tolist() == [3, 6, 10]
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_its_arithmetic_is_that_of_the_products_of_all_groups(shapes: str) -> None:
+    left, right, ends = SHAPES[shapes]
+    edges = [0, *(ENDS.tolist())]
+    flops = 0
+    for number in range(3):
+        some = slice(None) if ends is None else slice(edges[number], edges[number + 1])
+        one = left[number] if left.dim() == 3 else left[some] if right.dim() == 3 else left[:, some]
+        other = right[number] if right.dim() == 3 else right[:, some] if left.dim() == 3 else right[some]
+        flops += 2 * one.shape[0] * one.shape[1] * other.shape[1]
+
+    _, call = describe(PRODUCT, (left, right, ends), {})
+
+    assert flops_of(call) == flops
 
 
 class Experts(nn.Module):

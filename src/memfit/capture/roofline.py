@@ -26,12 +26,17 @@ _BATCH_NORMS: Final = ("batch_norm", "batch_norm_backward")
 def flops_of(call: CallSpec) -> float:
     """Floating-point operations, by torch's own formulas; 0 for what is not a matrix product.
 
-    A convolution's backward is two of its forward, or one where a gradient is not wanted: torch's formula leaves groups out.
+    A convolution's backward is two of its forward, or one where a gradient is not wanted: torch's formula leaves groups out. Of grouped products it has none.
     """
     if str(call.func) == "aten.convolution_backward.default":
         result, image, weight = call.tensors[:3]
         places = image if call.args[7] else result  # transposed or not
         return 2.0 * math.prod(places.shape) * math.prod(weight.shape[1:]) * sum(map(bool, call.args[10][:2]))
+    if call.func is torch.ops.aten._grouped_mm.default:
+        left, right = call.tensors[:2]
+        # Where columns are divided into groups, each has one of the matrices.
+        of_columns = left.shape[-2:] if len(left.shape) > len(right.shape) else left.shape
+        return 2.0 * math.prod(of_columns) * right.shape[-1]
     packet = call.func.overloadpacket
     formula = flop_registry.get(packet)
     if formula is None:

@@ -90,7 +90,8 @@ def step(plan: Plan) -> list[str]:
     p = plan.prediction
     slower = f"{100 * (p.step_seconds / p.plain_step_seconds - 1):+.1f} %, {p.seconds_are}"
     left = max(0.0, (p.step_seconds - p.bound_seconds) / p.step_seconds)
-    return [format_seconds(p.step_seconds), format_seconds(p.plain_step_seconds), slower, percent(left)]
+    at_best = f"can be more than {percent(left)}" if left else "is"
+    return [format_seconds(p.step_seconds), format_seconds(p.plain_step_seconds), slower, at_best]
 
 
 def kept(plan: Plan) -> list[str]:
@@ -132,7 +133,7 @@ def offloaded(plan: Plan) -> list[str]:
 ONCE: dict[str, Callable[[Plan], list[str]]] = {
     f"Fits: {GAP} of {GAP} at the peak, {GAP} of the {GAP} that {GAP}.": fits,
     (
-        f"A step takes {GAP} instead of {GAP} ({GAP}); no plan in these bytes with as many micro-batches can be more than {GAP} faster."
+        f"A step takes {GAP} instead of {GAP} ({GAP}); no plan in these bytes with as many micro-batches {GAP} faster."
     ): step,
     f"Peak: in {GAP}, {GAP} ({GAP}).": lambda plan: [
         plan.prediction.peak_phase,

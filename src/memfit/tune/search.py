@@ -68,7 +68,7 @@ class SearchConfig:
         budget: bytes of the device for all trials together, of each where there are several; left out, what `at_once` trials of `fit.budget` take.
         devices: how many devices of this computer trials are shared out on; or bytes by their names ({"cuda:0": "24GiB"}), in place of `budget`.
         host_budget, disk_budget: bytes on lower tiers for all trials together; left out, `at_once` times those of `fit`, and where it names none, no limit.
-        sampler: tpe, gp, random, grid, cmaes, nsga2, qmc; or its name and options.
+        sampler: tpe, gp, random, grid, cmaes, nsga2, nsga3, qmc; or its name and options.
         pruner: none, median, percentile, hyperband, halving, patient, threshold, wilcoxon; or its name and options.
         seed: of the sampler.
         start: values to try first; what is not named is drawn.

@@ -155,7 +155,7 @@ class Plan:
             (
                 f"A step takes {format_seconds(p.step_seconds)} instead of {format_seconds(p.plain_step_seconds)} "
                 f"({100 * (p.slowdown - 1):+.1f} %, {p.seconds_are}); no plan in these bytes with as many micro-batches "
-                f"can be more than {100 * self.gap:.1f} % faster.{longer}"
+                f"{f'can be more than {100 * self.gap:.1f} % faster' if self.gap > 0 else 'is faster'}.{longer}"
             ),
             f"Results: {exact}.",
             f"Peak: in {p.peak_phase}, {p.peak_module or 'outside any module'} ({p.peak_operation}).",

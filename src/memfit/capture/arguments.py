@@ -156,7 +156,8 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
         size[spec.place] = max(size.get(spec.place, 0), end)
         kind.setdefault(spec.place, spec.dtype)
     masks = {spec.place for spec in specs if spec.dtype == torch.bool} if _chosen(call) else set()
-    if masks or _ends_of_groups(call):
+    ends = _ends_of_groups(call)
+    if masks or ends:
         shared = None
     storages: dict[int, torch.UntypedStorage] = {}
     for place, count in size.items():
@@ -172,12 +173,9 @@ def build(call: CallSpec, device: torch.device, shared: Filled | None = None) ->
         # Kernels list the places that a mask chooses, which takes more than the mask does: as many as in the step.
         torch.empty(0, dtype=torch.bool, device=where[place]).set_(storages[place])[: _chosen(call)].fill_(True)
 
-    ends = _ends_of_groups(call)
     if ends:
-        spec = specs[2]
-        torch.empty(0, dtype=spec.dtype, device=where[spec.place]).set_(storages[spec.place])[: len(ends)].copy_(
-            torch.tensor(ends)
-        )
+        place = specs[2].place
+        torch.empty(0, dtype=torch.int32, device=where[place]).set_(storages[place])[: len(ends)] = torch.tensor(ends)
 
     make = _Arguments(device, where, storages, start)
     return tuple(make.like(a) for a in call.args), {k: make.like(v) for k, v in call.kwargs.items()}

@@ -114,14 +114,14 @@ def _grouped_product(
 ) -> torch.Tensor:
     """Of each group of rows with its matrix, as in mixtures of experts: torch's fake one takes bf16 alone. Rows of the result are padded to 16 bytes."""
     del bias  # no kernel takes one
-    groups = () if offs is None else (offs.shape[0],)
-    batch = groups if left.dim() == right.dim() == 2 else tuple(left.shape[:1]) if left.dim() == right.dim() else ()
     rows, columns = left.shape[-2], right.shape[-1]
     dtype = out_dtype or left.dtype
     aligned = 16 // dtype.itemsize
-    stride = -(-columns // aligned) * aligned
-    outer = (rows * stride,) if batch else ()
-    return torch.empty_strided((*batch, rows, columns), (*outer, stride, 1), dtype=dtype, device=left.device)
+    padded = -(-columns // aligned) * aligned
+    if left.dim() != right.dim():
+        return torch.empty_strided((rows, columns), (padded, 1), dtype=dtype, device=left.device)
+    groups = left.shape[0] if offs is None else offs.shape[0]
+    return torch.empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype, device=left.device)
 
 
 @cache

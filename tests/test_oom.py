@@ -161,6 +161,7 @@ def test_the_words_of_this_torch_are_read() -> None:
         ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape (1000000000,)", "host", "allocation"),
         ("OSError: [Errno 12] Cannot allocate memory", "host", "allocation"),
         ("Traceback (most recent call last):\nMemoryError", "host", "allocation"),
+        ("object type name: MemoryError\nobject repr     : MemoryError()\nlost sys.stderr", "host", "allocation"),
         ("epoch 1 step 20\nKilled\n", "host", "killed"),
         ("run.sh: line 3:  4711 Killed                  python train.py", "host", "killed"),
         ("Command exited with exit code 137", "host", "killed"),

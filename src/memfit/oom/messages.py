@@ -87,7 +87,11 @@ _HOST: Final = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate (?P<wanted>\d+) bytes"
 )
 _NUMPY: Final = _pattern(r"Unable to allocate {wanted} for an array")
-_ERRNO: Final = re.compile(r"\[Errno 12\] Cannot allocate memory|std::bad_alloc|^MemoryError\b", re.MULTILINE)
+# With no memory left for a traceback, Python 3.13 prints the name of the type among others.
+_ERRNO: Final = re.compile(
+    r"\[Errno 12\] Cannot allocate memory|std::bad_alloc|^MemoryError\b|(?<=^object type name: )MemoryError$",
+    re.MULTILINE,
+)
 
 # The Linux kernel's log, whose kB are 1024 bytes: "Out of memory: Killed process 42 (python) total-vm:...kB, anon-rss:5021kB, file-rss:..."
 _KERNEL_LOG: Final = re.compile(

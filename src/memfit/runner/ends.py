@@ -167,17 +167,11 @@ def rank_ends(text: str) -> tuple[RankEnd, ...]:
     )
 
 
-# What Python 3.13 prints of one, where it has no memory left for a traceback.
-_UNPRINTABLE: Final = "object type name: MemoryError"
-
-
 def _python_memory_error(text: str) -> str:
     """The line by which Python or C++ says that it got no memory; these name no numbers, so `memfit doctor` has no pattern for them."""
     for line in reversed(text.splitlines()):
         if line.startswith(("MemoryError", "numpy._core._exceptions._ArrayMemoryError")) or "std::bad_alloc" in line:
             return line.strip()
-        if line == _UNPRINTABLE:
-            return "MemoryError"
     return ""
 
 

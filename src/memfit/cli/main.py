@@ -156,7 +156,8 @@ def _complain(error: BaseException, answer: Answer, *, debug: bool) -> None:
         traceback.print_exception(error, file=sys.stderr)
     elif not expected:
         told = traceback.TracebackException.from_exception(error)
-        if any(_without_our_lines(each) for each in _all_of(told)):
+        left_out = [_without_our_lines(each) for each in _printed(told)]
+        if any(left_out):
             print(
                 "memfit: code that memfit called has failed (--debug shows memfit's own lines, too):", file=sys.stderr
             )
@@ -165,12 +166,12 @@ def _complain(error: BaseException, answer: Answer, *, debug: bool) -> None:
         print(_wrapped(f"memfit: {answer.text}"), file=sys.stderr)
 
 
-def _all_of(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """A traceback and those of what the exception came from."""
-    yield told
-    for each in (told.__cause__, told.__context__):
-        if each is not None:
-            yield from _all_of(each)
+def _printed(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """A traceback and those of what the exception came from, as far as Python prints them."""
+    each: traceback.TracebackException | None = told
+    while each is not None:
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
 
 def _without_our_lines(told: traceback.TracebackException) -> bool:

@@ -134,6 +134,32 @@ def test_a_model_that_runs_other_operations_for_more_samples_is_refused(monkeypa
         scaled(StepSource(Unrolled(), thirteen(), small.squared_error), BASELINE, why="why")
 
 
+class Steps(Unrolled):
+    """Likewise, and most of what it makes is gone at once, as in a solver that takes as many steps as the values ask for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(100):
+                x = x * 0.99
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("limit", [600_000, 10_000])
+def test_where_nothing_can_be_scaled_what_the_step_holds_decides(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALL_STEP_BYTES", limit)
+    source = StepSource(Steps(), small.rows(100), small.squared_error)
+    whole = capture_real(source)
+    made = sum(s.bytes for s in whole.trace.storages if s.category not in ("parameter", "gradient"))
+    assert made > 1_000_000
+    if limit == 10_000:  # the batch alone has as many
+        with pytest.raises(CaptureError, match="so its step cannot be predicted"):
+            scaled(source, BASELINE, why="")
+        return
+    found = scaled(source, BASELINE, why="a test")
+    assert bytes_by_kind(found.trace) == bytes_by_kind(whole.trace)
+    assert found.trace.notes[-1] == "captured for real: a test"
+
+
 class Squares(nn.Module):
     """Bytes grow with the square of the number of samples."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Final
 
 from memfit import batches, dispatch
@@ -45,8 +46,7 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
     total = batches.size(source.sample)
     target = batches.micro_batch_sizes(total, choices.micro_batches // source.loader_batches)[-1]
     if known.trace.source == "real" if known is not None else _is_small(source, choices, target, why):
-        one = capture_real(source, choices)
-        return one.noting(f"captured for real: {why}")
+        return capture_real(source, choices).noting(f"captured for real: {why}")
     passes = min(choices.micro_batches, 2)
 
     def captured_at(size: int) -> Captured:
@@ -64,6 +64,9 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
     first, second, *rest = map(captured_at, SMALL_SIZES[: 3 if known is None else 2])
     third = rest[0] if rest else first
     if not (same_operations(first.trace, second.trace) and same_operations(first.trace, third.trace)):
+        if _held_bytes(first.trace) / SMALL_SIZES[0] * target <= SMALL_STEP_BYTES:
+            # Many operations make much that is gone at once: where nothing can be scaled, what the step holds counts.
+            return capture_real(source, choices).noting(f"captured for real: {why}")
         raise CaptureError(
             f"this model runs other operations for {SMALL_SIZES[0]} samples than for {SMALL_SIZES[1]}, so its step cannot be predicted ({why})"
         )
@@ -115,8 +118,7 @@ def _is_small(source: StepSource, choices: Choices, target: int, why: str) -> bo
             return capture_real(StepSource(source.model, some, source.loss_fn), alone)
 
     few, two = on_few(few, source.sample, captured)
-    grows = (s.bytes for s in two.trace.storages if s.category not in _OF_THE_MODEL)
-    step_bytes = sum(grows) / batches.size(few) * target
+    step_bytes = sum(s.bytes for s in _growing(two.trace)) / batches.size(few) * target
     small = step_bytes <= SMALL_STEP_BYTES or target <= max(SMALL_SIZES)
     if few is source.sample and not small:
         total = batches.size(source.sample)
@@ -124,6 +126,22 @@ def _is_small(source: StepSource, choices: Choices, target: int, why: str) -> bo
             f"this model runs on the whole batch but not on {min(2, total)} samples of it, so its step cannot be predicted from a small one ({why})"
         )
     return small
+
+
+def _growing(trace: Trace) -> list[Storage]:
+    """What there is more of in a larger batch."""
+    return [s for s in trace.storages if s.category not in _OF_THE_MODEL]
+
+
+def _held_bytes(trace: Trace) -> int:
+    """The most bytes of growing storages that are alive at one moment, as if all that autograd saves were kept to the end."""
+    saved = {trace.storages[save.storage] for save in trace.saves}
+    changes = [0] * (len(trace.events) + 2)
+    for storage in _growing(trace):
+        changes[max(storage.birth, 0)] += storage.bytes
+        if storage not in saved:
+            changes[storage.death + 1] -= storage.bytes
+    return max(accumulate(changes))
 
 
 def _scaled_storages(

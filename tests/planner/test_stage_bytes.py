@@ -25,6 +25,44 @@ def test_what_stages_of_a_rank_share_is_taken_off_once(per_rank: int) -> None:
     assert rank_peak(order, Schedule.INTERLEAVED, with_batch, shared_bytes) == (alone + 30, phase)
 
 
+# Of a first stage: of 7 bytes that it sends, the gradients of 10 that it received.
+SENDS = StageLevels(1000, 0, 100, 200, 0, 0, 0, 10, 20, 7)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "forward", "backward"),
+    [
+        # Outputs of all forwards; gradients of all backwards but the last one.
+        (Schedule.GPIPE, 1000 + 3 * 100 + 200 + 3 * 7, 1000 + 300 + 3 * 10),
+        # While the second forward of two runs, the first output; one gradient. Later two micro-batches are in flight beside it, and no output.
+        (Schedule.ONE_FORWARD_ONE_BACKWARD, 1000 + 100 + 200 + 10, 1000 + 300 + 10),
+        # Outputs of those in flight, to the end of their own backward; what waits is there throughout.
+        (Schedule.INTERLEAVED, 1000 + 2 * (100 + 7) + 200 + 10 + 70, 1000 + 300 + 7 + 3 * 10 + 70),
+    ],
+)
+def test_what_is_held_of_messages_that_are_released(schedule: Schedule, forward: int, backward: int) -> None:
+    order = rank_orders(schedule, 2, 4)[0]
+
+    def peak(levels: StageLevels) -> tuple[int, str]:
+        return rank_peak(order, schedule, {0: replace(levels, arriving_bytes=70)}, messages_released=True)
+
+    assert peak(SENDS) == (forward, "forward")
+    assert peak(replace(SENDS, kept_bytes=0, forward_bytes=0, backward_bytes=300)) == (backward, "backward")
+
+
+def test_what_a_last_stage_receives_its_losses_hold() -> None:
+    """To the end, where its gradient is sent back."""
+    last = replace(SENDS, sent_bytes=0, made_bytes=0, done_bytes=4)
+    order = rank_orders(Schedule.GPIPE, 2, 4)[1]
+
+    def peak(levels: StageLevels) -> int:
+        return rank_peak(order, Schedule.GPIPE, {1: levels}, messages_released=True)[0]
+
+    received = replace(last.receiving(10, 0), kept_bytes=0, forward_bytes=0, backward_bytes=300)
+    assert peak(received) == 1000 + 300 + 3 * (10 + 10 + 4)
+    assert peak(replace(received, done_bytes=4)) == 1000 + 300 + 3 * (10 + 4)
+
+
 def test_interleaved_stages_take_the_host_longer() -> None:
     trace = replace(network(2), python_seconds=0.01)
     forward, backward, update = seconds_of(trace, Schedule.ONE_FORWARD_ONE_BACKWARD)

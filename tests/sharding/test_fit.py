@@ -18,7 +18,6 @@ from memfit.capture.process_group import fake_mesh
 from memfit.ranks import join_group
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.ways import follow_device
-from pipelining.running import RECEIVED_FOR_A_WHILE
 from sharding import equality, fits, steps
 from sharding.ranks import as_torchrun_tells, on_ranks
 
@@ -37,7 +36,7 @@ def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
         assert unchanged
         # gloo releases in a thread of its own, so up to one collective's buffer more may be seen; `test_training` takes more steps and compares to the byte.
         assert measured <= predicted + sum(p.nbytes for p in model.parameters())
-        assert measured >= predicted or (way == "pipeline" and RECEIVED_FOR_A_WHILE)
+        assert measured >= predicted
         assert predicted <= 1 << 20
         assert told == pytest.approx(losses, rel=1e-5)
 

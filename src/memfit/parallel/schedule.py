@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from memfit.parallel.stage_module import StageModule
 from memfit.sharding.pipelined import AroundForward
 from memfit.step.device import device_of
 from memfit.values.stages import Schedule
+
+# Received into memory of their own, which is let go of when their micro-batch is through; before that torch had memory for all of them throughout.
+MESSAGES_ARE_RELEASED: Final = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 Region = Callable[[], AbstractContextManager[object]]
 

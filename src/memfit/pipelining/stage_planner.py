@@ -24,13 +24,14 @@ from memfit.capture.values_read import other_samples, rows_alone
 from memfit.errors import InputError
 from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.pipeline import equal_micro_batches
+from memfit.parallel.schedule import MESSAGES_ARE_RELEASED
 from memfit.parallel.stage_module import StageModule
 from memfit.pipelining.alike_stretches import AlikeStretches, Stretch
 from memfit.pipelining.batch_reads import with_real_reads
 from memfit.pipelining.stage_paths import NOTHING, Menu, OnPaths, StagePaths, StagePlan, menu_of_paths, most, on_paths
 from memfit.pipelining.undivided import Undivided, around_forwards
 from memfit.planner.solver import Solver
-from memfit.planner.stage_bytes import NUMBER_BYTES, StageLevels, adding_rate, menu, seconds_of, stage_levels
+from memfit.planner.stage_bytes import StageLevels, adding_rate, menu, seconds_of, stage_levels
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.sharding.state_sharding import dealt_out, only_with, something
 from memfit.step.absent import only
@@ -275,7 +276,11 @@ class StagePlanner:
             levels = self._levels_on_path(timeline, plan, (first, end), made_elsewhere)
             before = paths.until_known(number, plans)
             found.append(replace(levels, forward_bytes=max(levels.forward_bytes, before)))
-        return most(found)
+        return self._receiving(most(found), first, end)
+
+    def _receiving(self, levels: StageLevels, first: int, end: int) -> StageLevels:
+        """With what is received, where that is there for one micro-batch alone."""
+        return levels.receiving(*self._received_bytes(first, end)) if MESSAGES_ARE_RELEASED else levels
 
     def _levels_on_path(
         self, timeline: Timeline, plan: Recomputations, stretch: Stretch, made_elsewhere: frozenset[int]
@@ -287,10 +292,16 @@ class StagePlanner:
             plan,
             self.received_gradient_bytes(first),
             0 if last else self.calls.crossing_bytes(end),
-            0 if last else sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first),
+            0 if last else self._made_bytes(first, end),
             self.buffers_bytes(first, end) + self.own_part_bytes + timeline.trace.changed_buffer_bytes,
             made_elsewhere,
         )
+
+    def _made_bytes(self, first: int, end: int) -> int | None:
+        """Of what a stage sends, what it has made."""
+        if MESSAGES_ARE_RELEASED:
+            return None
+        return sum(self.calls.meta(each).bytes for each in self.calls.crossing(end) if each.call >= first)
 
     def _made_by(
         self, timeline: Timeline, receiving: frozenset[str], stretch: Stretch, later: Sequence[Stretch]
@@ -370,15 +381,19 @@ class StagePlanner:
 
     def _levels_alone(self, stretch: Stretch, solver: Solver, plan: Recomputations) -> StageLevels:
         """On the path that a plan is for, and on those for which it is as well."""
-        return self.levels(*stretch, (plan,)) if solver.trace.paths else stage_levels(solver.timeline, plan)
+        if solver.trace.paths:
+            return self.levels(*stretch, (plan,))
+        return self._receiving(stage_levels(solver.timeline, plan), *stretch)
 
     def _with_messages(self, way: Recompute, levels: StageLevels, schedule: Schedule) -> Recompute:
         sent = levels.received_gradient_bytes + levels.made_bytes
         holds = schedule is not Schedule.ONE_FORWARD_ONE_BACKWARD
-        held = 0 if holds else sent
-        if not levels.sent_bytes:
-            held += self.micro_batches * NUMBER_BYTES
-        return replace(way, pass_bytes=way.pass_bytes + held, done_bytes=sent if holds else 0)
+        held, done = (0, sent) if holds else (sent, 0)
+        if MESSAGES_ARE_RELEASED and holds:
+            # Outputs are held beside what is kept, and not with what is done.
+            held, done = self.micro_batches * levels.made_bytes + levels.arriving_bytes, levels.received_gradient_bytes
+        held += self.micro_batches * levels.done_bytes
+        return replace(way, pass_bytes=way.pass_bytes + held, done_bytes=done)
 
     def way(self, first: int, end: int, plan: StagePlan, schedule: Schedule) -> Recompute:
         """The way to hold activations that a plan of the stage is, as a cut counts it."""
@@ -429,12 +444,21 @@ class StagePlanner:
         return only_with(made, [[p for p in group["params"] if id(p) in kept] for group in made.param_groups])
 
     def buffers_bytes(self, first: int, end: int) -> int:
-        """Of messages whose first dimension does not count samples: in the trace they are there once."""
+        """Of messages that are not in the trace, less those that are in it and not there throughout.
+
+        One whose first dimension does not count samples is in it once.
+        """
         size = batches.size(self.batch) // self.micro_batches
         crossing = [self.calls.meta(label) for label in self.calls.crossing(first)] if first else []
         if end < len(self.calls.calls):
             crossing += [m for m in map(self.calls.meta, self.calls.crossing(end)) if m.requires_grad]
-        return (self.micro_batches - 1) * sum(m.bytes for m in crossing if not m.shape or m.shape[0] != size)
+        missing = (self.micro_batches - 1) * sum(m.bytes for m in crossing if not m.shape or m.shape[0] != size)
+        return missing - self.micro_batches * sum(self._received_bytes(first, end)) * MESSAGES_ARE_RELEASED
+
+    def _received_bytes(self, first: int, end: int) -> tuple[int, int]:
+        """Of what a stage receives for one micro-batch: activations, and gradients."""
+        activations = sum(self.calls.meta(label).bytes for label in self.calls.crossing(first)) if first else 0
+        return activations, self.received_gradient_bytes(end) if end < len(self.calls.calls) else 0
 
     def received_gradient_bytes(self, first: int) -> int:
         """Of what backward of a stage sends for one micro-batch."""
@@ -474,7 +498,7 @@ class _GivenGradients(torch.autograd.Function):
     def forward(ctx: Any, gradients: Sequence[Tensor], sent: Sequence[Tensor], *outputs: Tensor) -> Tensor:
         """A scalar to begin with."""
         ctx.gradients = gradients
-        ctx.sent = sent  # the schedule holds it until then, too
+        ctx.sent = () if MESSAGES_ARE_RELEASED else sent  # the schedule holds it until then, too
         return outputs[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod

@@ -12,6 +12,7 @@ from itertools import chain, count, islice
 from math import inf
 from typing import Final, TypeAlias
 
+from memfit.parallel.schedule import MESSAGES_ARE_RELEASED
 from memfit.pipelining.alike_stretches import Stretch
 from memfit.pipelining.refinement import faster
 from memfit.pipelining.stage_paths import NOTHING, OnPaths, StagePlan, on_paths
@@ -241,7 +242,7 @@ def _peaks(
                 n: planner.levels(*stretch, dropped[n], share[stretch], [mine[each] for each in mine if each > n])
                 for n, stretch in mine.items()
             }
-            peaks.append(rank_peak(orders[rank], cut.schedule, levels, shared))
+            peaks.append(rank_peak(orders[rank], cut.schedule, levels, shared, messages_released=MESSAGES_ARE_RELEASED))
         return peaks
 
     def of_rank_once(rank: int) -> list[tuple[int, str]]:

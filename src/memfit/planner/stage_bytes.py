@@ -7,13 +7,13 @@ What differs from that is said here: gradients are made in the first backward; t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from memfit.planner.prices import PRICE_RANGE
-from memfit.planner.schedules import Order, in_flight
+from memfit.planner.schedules import Action, Order, in_flight
 from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Recomputations, Timeline
@@ -46,7 +46,11 @@ class StageLevels:
         update_bytes: at the peak of clipping and the optimizer, gradients left out.
         received_gradient_bytes: of what backward gives for what was received.
         sent_bytes: of what forward sends; 0 for the last stage.
-        made_bytes: of that, what forward has made; the rest it has received, and hands on from the buffer in which that lies.
+        made_bytes: of that, what forward has made; the rest it has received, and hands on from the buffer in which that lies. Where messages are released,
+            what autograd does not keep of it.
+        done_bytes: of a micro-batch that is through, to the end of the step: its loss, and what that refers to.
+        arriving_bytes: of what is received for a micro-batch, where messages are released: it is in the other levels from forward or backward on, and may
+            arrive before. 0 where there is memory for all of it throughout.
     """
 
     base_bytes: int
@@ -59,11 +63,27 @@ class StageLevels:
     received_gradient_bytes: int
     sent_bytes: int
     made_bytes: int
+    done_bytes: int = 0
+    arriving_bytes: int = 0
 
     @property
     def pass_bytes(self) -> int:
         """At the peak of a micro-batch's pass, gradients left out."""
         return max(self.forward_bytes, self.backward_bytes)
+
+    def receiving(self, activations_bytes: int, gradients_bytes: int) -> StageLevels:
+        """With messages that are there for their own micro-batch alone: from its forward, and from its backward on, until that has ended."""
+        both = activations_bytes + gradients_bytes
+        return replace(
+            self,
+            kept_bytes=self.kept_bytes + activations_bytes,
+            forward_bytes=self.forward_bytes + activations_bytes,
+            first_backward_bytes=self.first_backward_bytes + both,
+            backward_bytes=self.backward_bytes + both,
+            # The graph of a loss ends in what the last stage has received and sends gradients of.
+            done_bytes=self.done_bytes + (0 if self.sent_bytes else self.received_gradient_bytes),
+            arriving_bytes=both,
+        )
 
 
 def stage_levels(
@@ -71,7 +91,7 @@ def stage_levels(
     recomputations: Recomputations,
     received_gradient_bytes: int = 0,
     sent_bytes: int = 0,
-    made_bytes: int = 0,
+    made_bytes: int | None = 0,
     buffers_bytes: int = 0,
     made_elsewhere: frozenset[int] = frozenset(),
 ) -> StageLevels:
@@ -80,8 +100,8 @@ def stage_levels(
     Args:
         timeline: of its trace, in which the pass adds to gradients, or makes them where there is one micro-batch.
         recomputations: the plan.
-        received_gradient_bytes, sent_bytes, made_bytes: as in `StageLevels`.
-        buffers_bytes: of buffers for messages that are not in the trace.
+        received_gradient_bytes, sent_bytes, made_bytes: as in `StageLevels`; None for what the trace has at the end of forward and not between it and backward.
+        buffers_bytes: of buffers for messages that are not in the trace, less those that are in it and are not there throughout.
         made_elsewhere: gradients, by storage, that a later stage of the same rank makes, since it has their parameters, too: they are counted there.
     """
     trace = timeline.trace
@@ -101,17 +121,19 @@ def stage_levels(
     begins = NUMBER_BYTES if sent_bytes else 0
     forward = above[: forward_end + 1].copy()
     forward[forward_end] -= begins
+    kept = _kept(timeline, expanded, recomputations, forward_end) - begins
     return StageLevels(
         base + buffers_bytes,
         gradients + int(made[pass_end]),
-        _kept(timeline, expanded, recomputations, forward_end) - begins,
+        kept,
         int(forward.max(initial=0)),
         int((above - missing)[backward].max(initial=0)) + gradients - 2 * begins,
         int((above - made)[backward].max(initial=0)) - 2 * begins,
         int((above - made)[pass_end + 1 :].max(initial=0)),
         received_gradient_bytes,
         sent_bytes,
-        made_bytes,
+        max(0, int(forward[forward_end]) - kept) if made_bytes is None else made_bytes,
+        0 if sent_bytes else NUMBER_BYTES,
     )
 
 
@@ -212,37 +234,35 @@ def _holding_little(solver: Solver) -> Iterator[Solution]:
 
 
 def rank_peak(
-    order: Order, schedule: Schedule, stages: Mapping[int, StageLevels], shared_bytes: int = 0
+    order: Order,
+    schedule: Schedule,
+    stages: Mapping[int, StageLevels],
+    shared_bytes: int = 0,
+    *,
+    messages_released: bool = False,
 ) -> tuple[int, str]:
     """The most that a rank holds in a step, and in which phase.
 
     Args:
         order: what it runs.
-        schedule: of which that is. In torch's GPipe and interleaved 1F1B what forward and backward send is held to the end of the step; in 1F1B only the last
-            gradient, and the last output sent before the first backward, until the last forward. The last stage holds all losses to the end.
+        schedule: of which that is.
         stages: of this rank, by number.
         shared_bytes: there throughout, that its stages together count too often (`StagePlanner.shared_bytes`).
+        messages_released: some time after they are sent, or when their micro-batch is through.
     """
     base = sum(levels.base_bytes for levels in stages.values()) - shared_bytes
     held = dict.fromkeys(stages, 0)
     done = dict.fromkeys(stages, 0)
-    warm_up = {s: in_flight(order, s) for s in stages}
-    micro_batches = 1 + max(action.micro_batch for action in order)
-    holds = schedule is not Schedule.ONE_FORWARD_ONE_BACKWARD
+    messages = _released_messages(schedule, stages) if messages_released else _lasting_messages(order, schedule, stages)
     peak, phase = 0, Phase.FORWARD
     for action in order:
         levels = stages[action.stage]
         if action.backward:
             held[action.stage] -= 1
-        ahead = warm_up[action.stage]
         here = base + sum(stages[s].kept_bytes * n for s, n in held.items())
         here += sum(stages[s].gradient_bytes for s, n in done.items() if n)
-        for s, n in done.items():
-            here += stages[s].received_gradient_bytes * (n if holds else min(n, 1))
-            here += NUMBER_BYTES * n if not stages[s].sent_bytes else 0
-            here += stages[s].made_bytes * n if holds else 0
-        if not holds and ahead > 1 and done[action.stage] >= ahead - 1:
-            here += levels.made_bytes if not action.backward or action.micro_batch <= micro_batches - ahead else 0
+        here += sum(stages[s].done_bytes * n for s, n in done.items())
+        here += messages(action, held, done)
         if action.backward:
             here += levels.backward_bytes if done[action.stage] else levels.first_backward_bytes
             done[action.stage] += 1
@@ -254,6 +274,58 @@ def rank_peak(
     after = base + sum(levels.gradient_bytes for levels in stages.values())
     update = after + max(levels.update_bytes for levels in stages.values())
     return (update, str(Phase.OPTIMIZER)) if update > peak else (peak, str(phase))
+
+
+# Bytes of messages beside what its levels say, while an action runs: of it, micro-batches in flight, and those done, by stage.
+Messages = Callable[[Action, Mapping[int, int], Mapping[int, int]], int]
+
+
+def _lasting_messages(order: Order, schedule: Schedule, stages: Mapping[int, StageLevels]) -> Messages:
+    """Up to torch 2.14.
+
+    In GPipe and interleaved 1F1B what forward and backward send is held to the end of the step; in 1F1B only the last gradient, and the last output sent before
+    the first backward, until the last forward.
+    """
+    if schedule is not Schedule.ONE_FORWARD_ONE_BACKWARD:
+        return lambda _, __, done: sum(
+            (stages[s].received_gradient_bytes + stages[s].made_bytes) * n for s, n in done.items()
+        )
+    warm_up = {s: in_flight(order, s) for s in stages}
+    micro_batches = 1 + max(action.micro_batch for action in order)
+
+    def one_forward_one_backward(action: Action, _: Mapping[int, int], done: Mapping[int, int]) -> int:
+        ahead = warm_up[action.stage]
+        last_output = ahead > 1 and done[action.stage] >= ahead - 1
+        if action.backward and action.micro_batch > micro_batches - ahead:
+            last_output = False
+        return _last_gradients(stages, done) + (stages[action.stage].made_bytes if last_output else 0)
+
+    return one_forward_one_backward
+
+
+def _released_messages(schedule: Schedule, stages: Mapping[int, StageLevels]) -> Messages:
+    """Since torch 2.15.
+
+    1F1B holds the last gradient, and while it warms up the last output until the next one is made; GPipe all gradients to the end, and all outputs to the last
+    forward; interleaved 1F1B likewise, and each output to the end of its backward. There one message may have come beside the one that is computed with.
+    """
+
+    def messages(action: Action, held: Mapping[int, int], done: Mapping[int, int]) -> int:
+        own = stages[action.stage].made_bytes
+        if schedule is Schedule.ONE_FORWARD_ONE_BACKWARD:
+            warming_up = not action.backward and not done[action.stage] and held[action.stage]
+            return _last_gradients(stages, done) + (own if warming_up else 0)
+        gradients = sum(stages[s].received_gradient_bytes * n for s, n in done.items())
+        if schedule is Schedule.GPIPE:
+            return gradients + (0 if action.backward else own * held[action.stage])
+        outputs = sum(stages[s].made_bytes * n for s, n in held.items()) + (own if action.backward else 0)
+        return gradients + outputs + max(levels.arriving_bytes for levels in stages.values())
+
+    return messages
+
+
+def _last_gradients(stages: Mapping[int, StageLevels], done: Mapping[int, int]) -> int:
+    return sum(stages[s].received_gradient_bytes for s, n in done.items() if n)
 
 
 def seconds_of(trace: Trace, schedule: Schedule) -> tuple[float, float, float]:

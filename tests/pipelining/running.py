@@ -163,14 +163,23 @@ def masked_first() -> steps.Built:
 
 
 # Since torch 2.15 messages are received into memory of their own. Interleaved, one may wait while another one is computed with, and is counted throughout.
-MAY_WAIT = torch.__version__ >= "2.15"
+RELEASED = torch.__version__ >= "2.15"
 
 
 def as_predicted(peaks: Sequence[int], plan: memfit.Plan, close: float = 0.0) -> bool:
-    """Whether ranks hold what a plan predicts, up to such a share of it; where a message may wait, whether they hold no more, and at most two messages less."""
-    waits = MAY_WAIT and plan.choices.sharding.startswith("interleaved")
-    pairs = zip(peaks, (rank.peak_bytes for rank in plan.prediction.ranks), strict=True)
-    return all(peak <= most <= 1.05 * peak if waits else abs(peak - most) <= close * peak for peak, most in pairs)
+    """Whether ranks hold what a plan predicts, up to such a share of it.
+
+    Where messages are released, whether they hold no more, and at most 8 bytes less; where one may wait, two messages less.
+    """
+    waits = plan.choices.sharding.startswith("interleaved")
+    less = 0.05 if waits else close
+
+    def agrees(peak: int, most: int) -> bool:
+        if RELEASED:
+            return (1 - close) * peak <= most <= (1 + less) * peak + 8
+        return abs(peak - most) <= close * peak
+
+    return all(agrees(peak, rank.peak_bytes) for peak, rank in zip(peaks, plan.prediction.ranks, strict=True))
 
 
 class Ran(NamedTuple):

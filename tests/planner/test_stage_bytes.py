@@ -58,7 +58,7 @@ def test_what_a_last_stage_receives_its_losses_hold() -> None:
     def peak(levels: StageLevels) -> int:
         return rank_peak(order, Schedule.GPIPE, {1: levels}, messages_released=True)[0]
 
-    received = replace(last.receiving(10, 0), kept_bytes=0, forward_bytes=0, backward_bytes=300)
+    received = replace(last.receiving(10, 0, 4), kept_bytes=0, forward_bytes=0, backward_bytes=300)
     assert peak(received) == 1000 + 300 + 3 * (10 + 10 + 4)
     assert peak(replace(received, done_bytes=4)) == 1000 + 300 + 3 * (10 + 4)
 

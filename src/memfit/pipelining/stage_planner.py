@@ -280,7 +280,9 @@ class StagePlanner:
 
     def _receiving(self, levels: StageLevels, first: int, end: int) -> StageLevels:
         """With what is received, where that is there for one micro-batch alone."""
-        return levels.receiving(*self._received_bytes(first, end)) if MESSAGES_ARE_RELEASED else levels
+        if not MESSAGES_ARE_RELEASED:
+            return levels
+        return levels.receiving(*self._received_bytes(first, end), self.micro_batches)
 
     def _levels_on_path(
         self, timeline: Timeline, plan: Recomputations, stretch: Stretch, made_elsewhere: frozenset[int]
@@ -386,14 +388,19 @@ class StagePlanner:
         return self._receiving(stage_levels(solver.timeline, plan), *stretch)
 
     def _with_messages(self, way: Recompute, levels: StageLevels, schedule: Schedule) -> Recompute:
-        sent = levels.received_gradient_bytes + levels.made_bytes
+        gradients, outputs = levels.received_gradient_bytes, levels.made_bytes
+        done = (self.micro_batches - 1) * levels.done_bytes
         holds = schedule is not Schedule.ONE_FORWARD_ONE_BACKWARD
-        held, done = (0, sent) if holds else (sent, 0)
-        if MESSAGES_ARE_RELEASED and holds:
-            # Outputs are held beside what is kept, and not with what is done.
-            held, done = self.micro_batches * levels.made_bytes + levels.arriving_bytes, levels.received_gradient_bytes
-        held += self.micro_batches * levels.done_bytes
-        return replace(way, pass_bytes=way.pass_bytes + held, done_bytes=done)
+        if not MESSAGES_ARE_RELEASED:
+            held, done_bytes = (0, gradients + outputs) if holds else (gradients + outputs, 0)
+            return replace(way, pass_bytes=way.pass_bytes + held + done, done_bytes=done_bytes)
+        if holds:  # with what is in flight, and not with what is done
+            done, outputs = done + levels.arriving_bytes, (self.micro_batches - 1) * outputs
+        in_backward = outputs + levels.made_bytes if schedule is Schedule.INTERLEAVED else 0
+        passes = max(levels.forward_bytes + outputs, levels.backward_bytes + in_backward)
+        return replace(
+            way, pass_bytes=passes + done + (0 if holds else gradients), done_bytes=gradients if holds else 0
+        )
 
     def way(self, first: int, end: int, plan: StagePlan, schedule: Schedule) -> Recompute:
         """The way to hold activations that a plan of the stage is, as a cut counts it."""

@@ -50,7 +50,7 @@ class StageLevels:
             what autograd does not keep of it.
         done_bytes: of a micro-batch that is through, to the end of the step: its loss, and what that refers to.
         arriving_bytes: of what is received for a micro-batch, where messages are released: it is in the other levels from forward or backward on, and may
-            arrive before. 0 where there is memory for all of it throughout.
+            arrive before, while another micro-batch is computed with. 0 where there is memory for all of it throughout.
     """
 
     base_bytes: int
@@ -71,8 +71,8 @@ class StageLevels:
         """At the peak of a micro-batch's pass, gradients left out."""
         return max(self.forward_bytes, self.backward_bytes)
 
-    def receiving(self, activations_bytes: int, gradients_bytes: int) -> StageLevels:
-        """With messages that are there for their own micro-batch alone: from its forward, and from its backward on, until that has ended."""
+    def receiving(self, activations_bytes: int, gradients_bytes: int, micro_batches: int) -> StageLevels:
+        """With messages that are there for their own micro-batch alone, of so many: from its forward, and from its backward on, until that has ended."""
         both = activations_bytes + gradients_bytes
         return replace(
             self,
@@ -82,7 +82,7 @@ class StageLevels:
             backward_bytes=self.backward_bytes + both,
             # The graph of a loss ends in what the last stage has received and sends gradients of.
             done_bytes=self.done_bytes + (0 if self.sent_bytes else self.received_gradient_bytes),
-            arriving_bytes=both,
+            arriving_bytes=both if micro_batches > 1 else 0,
         )
 
 

@@ -373,6 +373,24 @@ def test_short_texts_of_one_length_are_weighted_as_texts_of_several_lengths_are(
     assert find_splitting(tokens_model(), whole, loss_fn).weights == f"{kind}:labels"
 
 
+@pytest.mark.parametrize("samples", [4, 2])
+@pytest.mark.parametrize(
+    "counting",
+    [[(1, 5), (1, 6), (1, 7), (1, 8)], [(0, 10), (0, 20), (0, 15), (0, 20)], [(4, 9), (2, 30), (9, 20), (9, 30)]],
+    ids=str,
+)
+@pytest.mark.parametrize(("loss_fn", "kind"), [(token_loss, "tokens"), (shifted_loss, "next_tokens")])
+def test_whether_labels_are_shifted_is_seen_where_first_labels_do_not_show_it(
+    loss_fn: Any, kind: str, counting: list[tuple[int, int]], samples: int
+) -> None:
+    """All samples began with masked labels, or first labels were in the proportion of all: either weighting was right for these, and not for others."""
+    whole = {name: tensor[-samples:] for name, tensor in batch(names=True, columns=30).items()}
+    whole["labels"] = torch.full_like(whole["ids"], batches.IGNORED_LABEL)
+    for row, (begin, end) in enumerate(counting[-samples:]):
+        whole["labels"][row, begin:end] = whole["ids"][row, begin:end]
+    assert find_splitting(tokens_model(), whole, loss_fn).weights == f"{kind}:labels"
+
+
 def test_the_engine_accumulates_the_whole_batchs_gradient() -> None:
     model, whole = tokens_model(), batch(names=True)
     right = [p.grad for p in _trained(model, whole, 1)]

@@ -462,6 +462,9 @@ _INPUTS: Final = ("input_ids", "attention_mask", "token_type_ids", "position_ids
 def _with_masked_labels(batch: Batch) -> Batch:
     """The batch with half of the labels of one sample masked, the first ones, so that token counts differ between samples.
 
+    Of the first labels of all samples the last one alone counts. Where none did (prompts are masked), a loss that shifts its labels would look like one that
+    does not, whose micro-batches count for other shares once a first label counts.
+
     A tensor is taken for labels if it has integers and a second dimension and is not an input: not one of the usual names, and not the first tensor, unless
     that is called a label. Where this is wrong, the model fails on the masked values, and the samples are compared as they are.
     """
@@ -478,8 +481,13 @@ def _with_masked_labels(batch: Batch) -> Batch:
             and name not in _INPUTS
         ):
             changed = value.clone()
-            counting = (value[0] != batches.IGNORED_LABEL).reshape(value.shape[1], -1).any(1)
-            places = counting.nonzero().flatten()
+            counting = value != batches.IGNORED_LABEL
+            others = counting[:, 1:].flatten(1).any(1)
+            others[-1] = False
+            changed[others, 0] = batches.IGNORED_LABEL
+            if counting.any() and not counting[-1, 0].any():
+                changed[-1, 0] = value[counting][0]
+            places = (changed[0] != batches.IGNORED_LABEL).reshape(value.shape[1], -1).any(1).nonzero().flatten()
             changed[0, places[: len(places) // 2]] = batches.IGNORED_LABEL
             return changed
         return value

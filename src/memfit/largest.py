@@ -211,6 +211,12 @@ def _next(known: Mapping[int, int], capacity: int, fits: int, too_large: int, ev
     return min(max(guess, fits + 1), too_large - 1)
 
 
+def of_the_same_operations(first: Trace, second: Trace) -> bool:
+    """Whether two steps differ in sizes alone."""
+    names = [[(op.name, op.phase) for op in trace.operations] for trace in (first, second)]
+    return names[0] == names[1] and first.events == second.events and len(first.storages) == len(second.storages)
+
+
 def between(first: Trace, second: Trace, sizes: Sequence[int], size: int) -> Trace:
     """The step of another size from those of two sizes: bytes and seconds of every storage and operation on the line through both.
 
@@ -224,8 +230,7 @@ def between(first: Trace, second: Trace, sizes: Sequence[int], size: int) -> Tra
     Raises:
         CaptureError: they do not show the same operations.
     """
-    names = [[(op.name, op.phase) for op in trace.operations] for trace in (first, second)]
-    if names[0] != names[1] or first.events != second.events or len(first.storages) != len(second.storages):
+    if not of_the_same_operations(first, second):
         raise CaptureError("this model runs other operations for another size of batch")
     share = (size - sizes[0]) / (sizes[1] - sizes[0])
 

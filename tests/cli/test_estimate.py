@@ -80,6 +80,16 @@ def test_one_sample_more_than_is_told_does_not_fit(
     assert more.data["minimum_bytes"] > 32 << 20
 
 
+def test_the_largest_batch_is_the_same_whichever_batch_was_asked_for(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    """A single sample runs fewer operations than several, and its loss head is not worth dividing: one was told to be the most that fits."""
+    asked = ("estimate", folder, "--gpu", "4090", "--method", "full", "--budget", "32MiB", "--json", "--batch")
+    told = [Ran(capsys, *asked, batch).data["largest_batch"] for batch in (1, 8)]
+    assert told[0] > 8
+    assert told[1] == told[0]
+
+
 def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

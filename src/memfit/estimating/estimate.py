@@ -16,7 +16,7 @@ from memfit.estimating.methods import METHODS, Method, least_bytes, method_of
 from memfit.estimating.models import Named
 from memfit.hardware.machine import Machine, known_machine
 from memfit.hardware.topology import Topology
-from memfit.largest import Largest, between, search_largest
+from memfit.largest import Largest, between, of_the_same_operations, search_largest
 from memfit.lower_tiers import requested
 from memfit.planner.head import head_of
 from memfit.planner.timeline import Timeline
@@ -28,7 +28,7 @@ from memfit.units import format_bytes
 from memfit.values.bundle import TraceBundle
 from memfit.values.plan import Plan
 from memfit.values.request import Request
-from memfit.values.trace import Category
+from memfit.values.trace import Category, Trace
 
 SHARE: Final = "90%"  # of a GPU's memory: the rest is for the CUDA context and what its allocator cannot use
 MOST_SAMPLES: Final = 4096
@@ -311,22 +311,38 @@ class _Step:
         return Planning(bundle, source)
 
     def largest_batch(self, planning: Planning, batch: int, length: int) -> Largest:
-        """The most samples of this length that fit: two captures, and what lies on the line through them."""
-        choices, first = next(iter(planning.bundle.traces.items()))
+        """The most samples of this length that fit: two captures, and what lies on the line through them.
+
+        A single sample often runs other operations (where there is one of everything nothing is copied), and so does a batch whose loss head is divided where
+        that of the one asked for is not: no line leads from one to the other, and a third is captured.
+        """
+        first = next(iter(planning.bundle.traces.values()))
         there = sum(s.bytes for s in first.storages if s.birth < 0 and s.category != Category.BATCH)
         least = planning.smallest()[0]
         room, each = self.budget_bytes - there, max(1, (least - there) / batch)
         guess = min(MOST_SAMPLES, max(1, int(room / each)))
-        second_size = guess if guess != batch else batch + 1
-        second = next(iter(self.at(second_size, length).bundle.traces.values()))
+        second = guess if guess != batch else batch + 1
+        step = self if second < batch else replace(self, settings=None)
+        bundle = step.at(second, length).bundle
+        choices = next(iter(bundle.traces))
+
+        def captured(size: int) -> Trace:
+            return next(iter(step.at(size, length).bundle.traces.values()))
+
+        traces = {batch: first, second: bundle.traces[choices]}
+        if not of_the_same_operations(*traces.values()):
+            above = max(traces) + 1
+            traces[above] = captured(above)
+        ends = sorted(traces)[-2:]
 
         def needed(size: int) -> int:
             tell(self.progress, f"a batch of {size}", 0.7)
             if size == batch:
                 return least
-            trace = second if size == second_size else between(first, second, (batch, second_size), size)
-            bundle = replace(planning.bundle, samples=size, traces={choices: trace})
-            return Planning(bundle).smallest()[0]
+            trace = traces.get(size)
+            if trace is None and size > 1 and of_the_same_operations(*(traces[end] for end in ends)):
+                trace = between(traces[ends[0]], traces[ends[1]], ends, size)
+            return Planning(replace(bundle, samples=size, traces={choices: trace or captured(size)})).smallest()[0]
 
         return search_largest(needed, self.budget_bytes, batch, MOST_SAMPLES)
 

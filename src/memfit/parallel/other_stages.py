@@ -40,6 +40,9 @@ class OtherStages:
                         id(tensor) in gone if table is module._buffers else id(tensor) not in stays  # noqa: SLF001 - there is no other way to take them out
                     ):
                         self._places.append((module, table, name, tensor))
+        self._orders = [
+            (table, tuple(table)) for table in {id(table): table for _, table, _, _ in self._places}.values()
+        ]
         self._take_out()
 
     def _take_out(self) -> None:
@@ -49,10 +52,13 @@ class OtherStages:
             module.__dict__[name] = Absent.like(tensor, tensor.device)
 
     def put_back(self) -> None:
-        """The model is whole again."""
+        """The model is whole again, its parameters in the order that they had: optimizers number them, and so does the model's identity."""
         for module, table, name, tensor in self._places:
             del module.__dict__[name]
             table[name] = tensor
+        for table, names in self._orders:
+            for name in filter(table.__contains__, names):
+                table[name] = table.pop(name)
 
     def let_go(self) -> None:
         """Keep shapes alone, so that what is in other stages takes no memory here."""

@@ -213,7 +213,7 @@ def tied(model: Parts) -> None:
 @pytest.mark.parametrize(
     ("way", "change", "loss_fn", "told"),
     [
-        ("data", None, small.squared_error, "a parameter gets no gradient in a step, which DistributedDataParallel does not bear"),
+        ("data", None, small.squared_error, r"a parameter gets no gradient in a step \(unused.weight, unused.bias\), which Distributed"),
         ("zero3", None, of_a_part, "the loss calls a part of the model, or uses a parameter, outside of the model's own forward"),
         ("zero3", tied, small.squared_error, "two blocks share a parameter, and fully_shard gathers each block by itself"),
         ("zero2", lambda model: model.unused.double(), small.squared_error, "parameters that are trained have several types"),

@@ -163,10 +163,6 @@ def _bytes_around(model: torch.nn.Module) -> dict[int, int]:
 
 def _of_an_engine(said: str) -> CaptureError | None:
     """What it means that one of torch's engines for several ranks says of a model which it cannot train; None for anything else."""
-    if "Expected to have finished reduction" in said:
-        return CaptureError(
-            "a parameter gets no gradient in a step, which DistributedDataParallel does not bear: leave out what is not used, or train with ZeRO 2 or 3"
-        )
     if "got mixed torch.Tensor and DTensor" in said:
         return CaptureError(
             "the loss calls a part of the model, or uses a parameter, outside of the model's own forward, where fully_shard gathers nothing: call it in "

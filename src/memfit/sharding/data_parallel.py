@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit import dispatch
-from memfit.errors import EngineError
+from memfit.errors import CaptureError, EngineError
 from memfit.sharding.sharded import OptimizerFactory, ShardedModel
 from memfit.sharding.state_sharding import sharded_state, stepped
+
+_WITHOUT: Final = re.compile(
+    r"did not receive grad for rank \d+: ([\d ]+)"
+)  # numbers among the parameters that are trained
 
 
 class DataParallel(ShardedModel):
@@ -148,18 +153,24 @@ class DataParallel(ShardedModel):
         """They are there, as views of the buckets.
 
         Raises:
+            CaptureError: a parameter gets none in the step that is planned for.
             EngineError: a parameter has got none on this rank, so that a part of them was not sent, and other ranks may wait for it.
         """
         try:
             self._engine.reducer._rebuild_buckets()  # which asks whether all were sent; it rebuilds nothing any more
         except RuntimeError as error:
+            found = _WITHOUT.search(str(error))
+            trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            without = [trained[int(number)] for number in found[1].split()] if found is not None else []
+            which = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
             if not self.agreement.real:
-                raise  # planning says it in words of its own
-            got = [name for name, p in self.model.named_parameters() if p.grad is not None and p.grad.any()]
-            without = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in got]
+                raise CaptureError(
+                    f"a parameter gets no gradient in a step ({which}), which DistributedDataParallel does not bear: leave out what is not used, freeze it "
+                    "(requires_grad_(False)), or train with ZeRO 2 or 3"
+                ) from error
             raise EngineError(
-                f"on rank {self.agreement.rank} a parameter gets no gradient in this step ({', '.join(without[:3])}), which DistributedDataParallel does not "
-                "bear, and the others wait for it: use all parameters in every step on every rank, or train with ZeRO 2 or 3"
+                f"on rank {self.agreement.rank} a parameter gets no gradient in this step ({which}), which DistributedDataParallel does not bear, and the "
+                "others wait for it: use all parameters in every step on every rank, or train with ZeRO 2 or 3"
             ) from error
 
     def clip(self, norm: float) -> torch.Tensor:

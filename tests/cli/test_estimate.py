@@ -67,6 +67,22 @@ def test_the_answer_is_true_and_its_python_runs(capsys: pytest.CaptureFixture[st
     assert all(float(loss) > 0 for loss in losses)
 
 
+def test_an_encoder_decoder_is_estimated_and_its_python_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It was taken for a causal language model, which transformers has none of for T5."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=256, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    config.save_pretrained(tmp_path / "t5")
+    data = Ran(capsys, "estimate", tmp_path / "t5", "--gpu", "4090", "--method", "full", "--length", 32, "--budget", "32MiB", "--json").data  # fmt: skip
+    assert data["fits"]
+    assert data["largest_batch"] > 1
+    exec(compile(data["python"].replace("33554432B", "1GiB"), "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
+    assert len(capsys.readouterr().out.split()) == 3
+
+
 @pytest.mark.slow  # the search for the largest batch has a test of its own, `test_largest`
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_one_sample_more_than_is_told_does_not_fit(
@@ -128,6 +144,7 @@ def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
         (["{folder}", "--gpu", "4090", "--data", "a:b"], "--data goes with python:"),
         (["python:os:getcwd", "--gpu", "4090"], "python:os:getcwd returned str: a model is needed"),
         (["{image}", "--gpu", "4090"], "describes a vit model, which takes more than tokens"),
+        (["{speech}", "--gpu", "4090"], "cannot make a seq2seq-lm model of"),
         (["{broken}", "--gpu", "4090"], "is no configuration that transformers"),
         (["{folder}", "--gpu", "4x4091"], "no device called '4091' is known; did you mean rtx4090"),
         (["{folder}", "--gpu", "4x24GiB"], "no device called '24GiB' is known"),
@@ -146,9 +163,12 @@ def test_what_cannot_be_estimated_is_said_in_a_sentence(
     (image / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
     broken.mkdir()
     (broken / "config.json").write_text('{"hidden_size": 3}', encoding="utf-8")
+    speech = folder.parent / "speech"
+    speech.mkdir()
+    (speech / "config.json").write_text('{"model_type": "whisper"}', encoding="utf-8")
     cpus = folder.parent / "machines.yaml"
     cpus.write_text("devices: [{name: small, memory: 1GiB, number: 2}]", encoding="utf-8")
-    named: dict[str, Any] = {"folder": folder, "image": image, "broken": broken, "cpus": cpus}
+    named: dict[str, Any] = {"folder": folder, "image": image, "broken": broken, "speech": speech, "cpus": cpus}
     ran = Ran(capsys, "estimate", *(argument.format(**named) for argument in arguments))
     assert ran.status in (2, 3)
     assert message in ran.err

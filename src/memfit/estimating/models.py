@@ -21,6 +21,7 @@ from memfit.train.config import Config, DataConfig, ModelConfig
 TASKS: Final = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "sequence-classification": "AutoModelForSequenceClassification",
 }
 _WEIGHTS: Final = (".safetensors", ".bin")
@@ -113,7 +114,8 @@ def _of_configuration(path: Path, task: str | None) -> Named:
                 made: nn.Module = getattr(transformers, auto).from_config(config, dtype=dtype)
         except (ValueError, TypeError, AttributeError) as error:
             raise InputError(
-                f"transformers cannot make a {task} model of {folder}: {str(error).splitlines()[0]}"
+                f"transformers cannot make a {task} model of {folder}: name another task with --task, or a function that builds the model and one that returns "
+                f"data, with python:package.module:function and --data package.module:function ({str(error).splitlines()[0].rstrip('.')})"
             ) from error
         return made.train()
 
@@ -151,7 +153,9 @@ def _task_of(config: Any) -> str:
     said = " ".join(getattr(config, "architectures", None) or ())
     if "ForMaskedLM" in said or "ForPreTraining" in said:
         return "masked-lm"
-    return "sequence-classification" if "ForSequenceClassification" in said else "causal-lm"
+    if "ForSequenceClassification" in said:
+        return "sequence-classification"
+    return "seq2seq-lm" if getattr(config, "is_encoder_decoder", False) else "causal-lm"
 
 
 def _tokens(words: int, predicted: bool, batch: int, length: int) -> Batch:  # noqa: FBT001 - a fact, not a switch

@@ -34,8 +34,10 @@ def test_the_verdict_is_the_true_one(case: Case) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_one_sample_does_not_split() -> None:
-    assert find_splitting(small.chain(1), small.rows(1), small.squared_error).reason == "there is only one sample"
+def test_one_sample_of_each_rank_is_weighted_as_several_are() -> None:
+    """Ranks with one sample each counted samples and not tokens, and pipelines of them were refused."""
+    assert find_splitting(small.chain(1), small.rows(1), small.squared_error).weights == "samples"
+    assert find_splitting(small.chain(1, batch_norm=True), small.rows(1), small.squared_error).weights is None
 
 
 def test_a_loss_that_is_a_sum_is_added_up() -> None:
@@ -389,6 +391,18 @@ def test_whether_labels_are_shifted_is_seen_where_first_labels_do_not_show_it(
     for row, (begin, end) in enumerate(counting[-samples:]):
         whole["labels"][row, begin:end] = whole["ids"][row, begin:end]
     assert find_splitting(tokens_model(), whole, loss_fn).weights == f"{kind}:labels"
+
+
+@pytest.mark.parametrize(("loss_fn", "kind"), [(token_loss, "tokens"), (shifted_loss, "next_tokens")])
+def test_tokens_of_a_single_text_are_weighted_as_those_of_several_are(loss_fn: Any, kind: str) -> None:
+    one = {name: tensor[:1] for name, tensor in batch(names=True).items()}
+    assert find_splitting(tokens_model(), one, loss_fn).weights == f"{kind}:labels"
+
+    def weighed(model: nn.Module, given: Any) -> Tensor:
+        return loss_fn(model, (given["ids"], given["labels"])) * given["of_two_classes"].sum()
+
+    with_constant = {**one, "of_two_classes": torch.tensor([0.4, 0.6])}
+    assert find_splitting(tokens_model(), with_constant, weighed).weights == f"{kind}:labels"
 
 
 def test_the_engine_accumulates_the_whole_batchs_gradient() -> None:

@@ -13,6 +13,7 @@ models, which are not copied.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -145,15 +146,29 @@ def find_splitting(model: nn.Module, sample: Batch, loss_fn: LossFunction | None
     The model's parameters, buffers and gradients and the random generators are left as they were.
     """
     total = batches.size(sample)
-    if total < 2:
-        return Splitting(None, 0.0, "there is only one sample")
-    found = _found(model, sample, loss_fn)
+    found = _found(model, _beside_others(sample) if total == 1 else sample, loss_fn)
     counted = next(name for name, tensor in batches.named_leaves(sample).items() if tensor.dim() > 0)
     container, _, place = counted.rpartition(".")
     if found.weights is None and container and place.isdigit():
         where = f"samples are counted along the first dimension of {counted!r} ({total} of them), and a list with a tensor for each sample is not divided"
         return replace(found, reason=f"{found.reason}; {where}")
     return found
+
+
+def _beside_others(sample: Batch) -> Batch:
+    """A single sample, as a rank may have it, and others: a batch norm does not tell two alike from one. There are not as many as some constant has rows."""
+    lengths = {tensor.shape[0] for tensor in batches.leaves(sample) if tensor.dim() > 0}
+    count = next(number for number in itertools.count(2) if number not in lengths)
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if not batches.counts_samples(tensor, count):
+            return tensor
+        first, others = tensor[:1], tensor[1:]
+        if tensor.is_floating_point():
+            return torch.cat([first, others / 2])
+        return torch.cat([first, others.roll(1, 1)]) if tensor.dim() > 1 else tensor
+
+    return batches.map_tensors(changed, batches.repeated(sample, count))
 
 
 def _found(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> Splitting:

@@ -229,6 +229,14 @@ def test_what_an_engine_cannot_train_is_refused_in_a_sentence(way: str, change: 
         memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, fixed=fixed)
 
 
+@pytest.mark.parametrize("batch_norm", [True, False])
+def test_a_plan_says_where_ranks_do_not_give_what_one_device_would(*, batch_norm: bool) -> None:
+    """Statistics of a batch norm are those of a rank's own samples, which no plan said."""
+    model, sample = small.chain(2, batch_norm=batch_norm), small.rows(4)
+    plan = memfit.plan(model, sample, small.squared_error, 1 << 40, small.adamw, fixed={"sharding": "data/2"})
+    assert any("each rank takes the loss of its own part of the batch" in note for note in plan.notes) is batch_norm
+
+
 def test_a_parameter_that_is_a_single_number_leaves_the_ways_that_bear_it() -> None:
     """CLIP's temperature is one."""
     model = Parts()

@@ -112,6 +112,7 @@ def describe(
         rejected=tuple(map(str, rejected)),
         notes=(
             *trace.notes,
+            *_on_parts(solvers, trace),
             *_reserved(prediction, budget_bytes),
             *_drawn(prediction, trace),
             *_several(trace, prediction, budget_bytes),
@@ -164,6 +165,17 @@ def _weighted(choices: Choices, solvers: Solvers, number: int) -> Choices:
     if choices.sharding:
         return replace(choices, weights=solvers.weights()[0] or "samples")
     return replace(choices, weights=solvers.weights()[0] or "whole") if number > 1 else choices
+
+
+def _on_parts(solvers: Solvers, trace: Trace) -> tuple[str, ...]:
+    """That ranks with a part of the batch each do not give what one device with all of it would."""
+    if not trace.choices.sharding or solvers.weights()[0] is not None:
+        return ()
+    note = (
+        "each rank takes the loss of its own part of the batch, and these are weighted by samples, which need not give the results of one device with "
+        f"the whole batch: {solvers.weights()[1]}"
+    )
+    return (note,)
 
 
 def plain_step(solvers: Solvers) -> PlainStep:

@@ -16,6 +16,7 @@ import small
 from memfit import dispatch
 from memfit.capture.capture import capture
 from memfit.capture.cuda.attention import Call, Kernel, chosen
+from memfit.capture.cuda.kernels import ASSUMED
 from memfit.capture.cuda.recurrent import RESERVED_VALUES, reserve_bytes
 from memfit.capture.cuda.workspaces import HANDLES, LARGE_WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES, library_bytes
 from memfit.capture.source import StepSource
@@ -359,6 +360,23 @@ def test_a_capture_for_this_computer_is_the_same_before_and_after_one_for_a_gpu(
     before = traced(model, sample, loss, capability=None)
     assert names(traced(model, sample, loss)) != names(before)
     assert traced(model, sample, loss, capability=None) == before
+
+
+class Attending(nn.Linear):
+    """Attention of one head, by torch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)[:, None]
+        return F.scaled_dot_product_attention(y, y, y)[:, 0]
+
+
+def test_a_plan_for_several_gpus_tells_the_kernels_of_its_own_precision() -> None:
+    """The step on one device is captured before it, in 32 bits, and its kernels were told as well."""
+    plan = memfit.plan(
+        nn.Sequential(Attending(64, 64), nn.Linear(64, 64)), torch.randn(4, 32, 64), lambda model, x: model(x).square().mean(), "4GiB", small.adamw,
+        devices="2xh100", allow=["bf16"], fixed={"sharding": "data/2", "micro_batches": 1, "precision": "bf16"}, host_budget=0,
+    )  # fmt: skip
+    assert sum(note.startswith(ASSUMED) for note in plan.notes) == 1, plan.notes
 
 
 @pytest.mark.alternate(1)

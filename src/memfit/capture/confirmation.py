@@ -18,6 +18,7 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.capture import capture
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import forward_names
+from memfit.capture.cuda.kernels import ASSUMED
 from memfit.capture.draws import with_other_draws
 from memfit.capture.extreme_draws import End, drawing, drawn_one_by_one
 from memfit.capture.real_forward import looked_at, on_few, real_forward_names, refused_by_torch
@@ -155,9 +156,10 @@ def _sharded(
             # Engines set themselves up in the forward before the one that is captured, so no other one of them is looked at.
             once = replace(captured, repeats=True)
             captured = with_other_draws(once, on_fakes, source, (alone,), decides=decides, samples=samples)
-    return replace(
-        captured, trace=replace(captured.trace, notes=tuple(dict.fromkeys((*alone.trace.notes, *captured.trace.notes))))
-    )
+    # Which kernels there are depends on the precision, and the other one may have another.
+    of_alone = [note for note in alone.trace.notes if not note.startswith(ASSUMED)]
+    notes = tuple(dict.fromkeys((*of_alone, *captured.trace.notes)))
+    return replace(captured, trace=replace(captured.trace, notes=notes))
 
 
 def real_on_ranks(why: str) -> CaptureError:

@@ -29,6 +29,7 @@ from memfit.capture.cuda.rms_norm import rms_norm
 from memfit.dispatch import DispatchMode
 from memfit.hardware.machine import Capability
 
+ASSUMED: Final = "the kernels of CUDA are assumed"  # begins the note that tells which
 NOT_COUNTED: Final = "not counted: workspaces of convolutions, the CUDA context"
 AUTOCAST: Final = "autocast: CUDA's list of what runs in fp32"
 LARGEST_CUDNN_BATCH: Final = 880801  # samples that cuDNN's spatial batch norm takes in training
@@ -79,7 +80,7 @@ class CudaKernels(TorchFunctionMode):
     def in_words(self) -> str:
         """What a plan says of it."""
         kernels = "; ".join(self.assumed) or "the same operations as here"
-        return f"the kernels of CUDA are assumed, as PyTorch {torch.__version__.split('+')[0]} chooses them ({kernels}); {NOT_COUNTED}"
+        return f"{ASSUMED}, as PyTorch {torch.__version__.split('+')[0]} chooses them ({kernels}); {NOT_COUNTED}"
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -362,7 +362,7 @@ def test_a_capture_for_this_computer_is_the_same_before_and_after_one_for_a_gpu(
     assert traced(model, sample, loss, capability=None) == before
 
 
-class Attending(nn.Linear):
+class OneHead(nn.Linear):
     """Attention of one head, by torch's function."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ class Attending(nn.Linear):
 def test_a_plan_for_several_gpus_tells_the_kernels_of_its_own_precision() -> None:
     """The step on one device is captured before it, in 32 bits, and its kernels were told as well."""
     plan = memfit.plan(
-        nn.Sequential(Attending(64, 64), nn.Linear(64, 64)), torch.randn(4, 32, 64), lambda model, x: model(x).square().mean(), "4GiB", small.adamw,
+        nn.Sequential(OneHead(64, 64), nn.Linear(64, 64)), torch.randn(4, 32, 64), lambda model, x: model(x).square().mean(), "4GiB", small.adamw,
         devices="2xh100", allow=["bf16"], fixed={"sharding": "data/2", "micro_batches": 1, "precision": "bf16"}, host_budget=0,
     )  # fmt: skip
     assert sum(note.startswith(ASSUMED) for note in plan.notes) == 1, plan.notes

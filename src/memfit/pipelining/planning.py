@@ -194,7 +194,7 @@ class PipelinePlanning:
         lacking: InfeasibleError | InputError | NotFasterError | None = None
         for number in self._numbers():
             named = self.pipelines.in_words()
-            tell(self.source.progress, f"planning for {named}, {number} micro-batches", 0.0)
+            tell(self.source.progress, f"planning for {named}, {_micro_batches(number)}", 0.0)
             limit = faster_than if best is None else min(faster_than, best.prediction.step_seconds)
             try:
                 with frozen(self.source.model, self.request.freeze):
@@ -358,7 +358,7 @@ class PipelinePlanning:
         average = sum(rank.waiting for rank in predicted) / ranks
         told = (
             f"stages wait {100 * average:.1f} % of their passes on average, where (K - 1)/(M + K - 1) is {100 * textbook_bubble(length, number):.1f} % for "
-            f"{length} equal stages and {number} micro-batches; messages between stages are counted as if they overlapped with computing on both sides"
+            f"{length} equal stages and {_micro_batches(number)}; messages between stages are counted as if they overlapped with computing on both sides"
         )
         own_numbers = (OWN_NUMBERS,) if pipeline.draws else ()
         planner = self._planner(techniques, number)
@@ -380,7 +380,7 @@ class PipelinePlanning:
                 found.seconds_are,
                 peak_phase=found.phases[fullest],
                 peak_module=named,
-                peak_operation=f"{cut.schedule}, {number} micro-batches",
+                peak_operation=f"{cut.schedule}, {_micro_batches(number)}",
                 plain_with=in_words(choices),
                 ranks=predicted,
             ),
@@ -488,3 +488,8 @@ def _of_pipeline(sample: Batch, ranks: int) -> Batch:
         return tensor.repeat(ranks, *(1 for _ in tensor.shape[1:]))
 
     return batches.map_tensors(longer, sample)
+
+
+def _micro_batches(number: int) -> str:
+    """So many, in words."""
+    return f"{number} micro-batch{'es' if number > 1 else ''}"

@@ -342,6 +342,41 @@ def test_a_folder_that_holds_a_run_is_not_written_over(
     assert "holds a run already: go on with it (memfit resume" in ran.err
 
 
+def test_a_folder_in_which_another_process_trains_is_left_alone(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path
+) -> None:
+    Ran(capsys, "train", config)
+    ended = sorted(path.name for path in Path("out").iterdir())
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import pathlib; from memfit.train.folder_lock import alone_in\n"
+            "with alone_in(pathlib.Path('out')): print('held', flush=True); input()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+
+        resumed = [Ran(capsys, "resume", path) for path in (Path("out"), next(Path("out").glob("step-*")))]
+        for kept in ("log.jsonl", *(each for each in ended if each.startswith("step-"))):
+            Path("out", kept).rename(Path(f"{kept}.aside"))  # as before a first step is logged
+        started = Ran(capsys, "train", config)
+        for aside in Path().glob("*.aside"):
+            aside.rename(Path("out", aside.stem))
+        holder.kill()
+
+    for ran in (*resumed, started):
+        assert ran.status == 3
+        assert "another process is training in " in ran.err
+    assert sorted(path.name for path in Path("out").iterdir()) == ended
+    assert Ran(capsys, "resume", "out").status == 0
+
+
 def test_a_saved_plan_is_followed_and_must_stay_inside_the_budget(
     capsys: pytest.CaptureFixture[str], api: Api, config: Path
 ) -> None:

@@ -53,6 +53,11 @@ class Begun:
             return None
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of a run, by that folder or by one of its snapshots."""
+    return path.resolve().parent if (path / snapshots.RECORD).exists() else path
+
+
 def begun_in(path: Path, settings: Iterable[str] = (), display: Display | None = None) -> Begun:
     """The run in a folder.
 
@@ -65,7 +70,7 @@ def begun_in(path: Path, settings: Iterable[str] = (), display: Display | None =
         ConfigError: the configuration cannot be read, or be changed so.
         SnapshotError: there is nothing to go on from, or what was named is damaged.
     """
-    out = path.resolve().parent if (path / snapshots.RECORD).exists() else path
+    out = folder_of(path)
     snapshot = None if display is None else _newest(path, display)
     written = snapshots.glance(path) if display is None else None if snapshot is None else snapshot.config
     return Begun(out, snapshot, *_configured(written, out, settings))

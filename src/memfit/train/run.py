@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +21,9 @@ from memfit.trackers import Tracker
 from memfit.train import alike, limit, log, ranks, snapshot_folders, snapshots
 from memfit.train.adapters import merged
 from memfit.train.assemble import Assembly, cache_as_read, quietly, read_deepspeed
-from memfit.train.begun import CONFIG_NAME, PLAN_NAME, begun_in
+from memfit.train.begun import CONFIG_NAME, PLAN_NAME, begun_in, folder_of
 from memfit.train.config import Config, ScheduleConfig
+from memfit.train.folder_lock import alone_in
 from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, train
 from memfit.train.plans import assembled, check_budget, frontier_of, lower_tier, make_plan, plan_arguments
 from memfit.train.progress import Display, SilentDisplay
@@ -72,24 +73,31 @@ def start(config: Config, display: Display | None = None, plan: Plan | None = No
         plan: to follow instead of making one.
 
     Raises:
-        ConfigError: the output folder already holds a run; there is no budget; the plan needs more than the budget.
+        ConfigError: the output folder already holds a run, or another process trains in it; there is no budget; the plan needs more than the budget.
         InputError: the package of a tracker is missing.
     """
     display = display or SilentDisplay()
     config, there = ranks.here(config, plan)
     trackers.check(config.report.to)  # now, not when all is planned
     if there is not None:
-        if ranks.restarted() and (config.out / CONFIG_NAME).is_file():
-            return _resumed_on_ranks(config.out, display, (), plan, *there)
-        if there[0] == 0:
-            _check_out(config.out)
-        return _on_ranks(config, display, plan, None, *there)
+        with _writing(config.out, there[0]):
+            if ranks.restarted() and (config.out / CONFIG_NAME).is_file():
+                return _resumed_on_ranks(config.out, display, (), plan, *there)
+            if there[0] == 0:
+                _check_out(config.out)
+            return _on_ranks(config, display, plan, None, *there)
     _check_out(config.out)
     check_budget(config, plan)
-    snapshots.check_space(config.out, 0)
-    assembly = assembled(config, display)
-    engine = _engine(config, assembly, plan, display)
-    return _train(config, assembly, engine, None, display)
+    with alone_in(config.out):
+        _check_out(config.out)  # again: another process may have begun there meanwhile
+        assembly = assembled(config, display)
+        engine = _engine(config, assembly, plan, display)
+        return _train(config, assembly, engine, None, display)
+
+
+def _writing(out: Path, rank: int) -> AbstractContextManager[None]:
+    """While a rank trains: the first one writes into the run's folder, so no other process may."""
+    return alone_in(out) if rank == 0 else nullcontext()
 
 
 def _check_out(out: Path) -> None:
@@ -136,24 +144,26 @@ def resume(
         plan: to follow instead of the saved one, or of one that is made.
 
     Raises:
+        ConfigError: another process trains in the folder.
         SnapshotError: there is nothing to go on from, or what was named is damaged.
         PlanFileError: never; a plan that does not apply here is made again, with a note.
     """
     display = display or SilentDisplay()
     there = place()
-    if there is not None:
-        return _resumed_on_ranks(path, display, settings, plan, *there)
-    begun = begun_in(path, settings, display)
-    config, snapshot = begun.config, begun.snapshot
-    if config.fit.devices is None:
-        config = ranks.for_number(config, 1)
-    ranks.here(config, plan)
-    trackers.check(config.report.to)
-    plan = plan or begun.plan(config, display)
-    check_budget(config, plan)
-    assembly = assembled(config, display)
-    engine = _engine(config, assembly, None, display) if plan is None else _again(plan, config, assembly, display)
-    return _train(config, assembly, engine, snapshot, display)
+    with _writing(folder_of(path), 0 if there is None else there[0]):
+        if there is not None:
+            return _resumed_on_ranks(path, display, settings, plan, *there)
+        begun = begun_in(path, settings, display)
+        config, snapshot = begun.config, begun.snapshot
+        if config.fit.devices is None:
+            config = ranks.for_number(config, 1)
+        ranks.here(config, plan)
+        trackers.check(config.report.to)
+        plan = plan or begun.plan(config, display)
+        check_budget(config, plan)
+        assembly = assembled(config, display)
+        engine = _engine(config, assembly, None, display) if plan is None else _again(plan, config, assembly, display)
+        return _train(config, assembly, engine, snapshot, display)
 
 
 def _resumed_on_ranks(
@@ -180,13 +190,14 @@ def plan_to_resume(path: Path, number: int, display: Display, settings: Iterable
     Raises:
         ConfigError, InputError, SnapshotError: it cannot be gone on with so.
     """
-    begun = begun_in(path, settings, display)
-    config = ranks.for_number(begun.config, number)
-    ranks.check(config, number)
-    trackers.check(config.report.to)
-    plan = begun.plan(config, display)
-    check_budget(config, plan)
-    return plan or make_plan(config, assembled(config, display), None, display)
+    with alone_in(folder_of(path)):
+        begun = begun_in(path, settings, display)
+        config = ranks.for_number(begun.config, number)
+        ranks.check(config, number)
+        trackers.check(config.report.to)
+        plan = begun.plan(config, display)
+        check_budget(config, plan)
+        return plan or make_plan(config, assembled(config, display), None, display)
 
 
 def _again(plan: Plan, config: Config, assembly: Assembly, display: Display) -> Engine:

@@ -351,8 +351,7 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(
         [
             sys.executable,
             "-c",
-            "import pathlib; from memfit.train.folder_lock import alone_in\n"
-            "with alone_in(pathlib.Path('out')): print('held', flush=True); input()",
+            "import pathlib, memfit.train.folder_lock as lock\nwith lock.alone_in(pathlib.Path('out')): print('held', flush=True); input()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

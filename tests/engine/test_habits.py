@@ -761,6 +761,53 @@ def test_layers_that_are_freed_between_steps_are_told_and_planned_for_when_fitte
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+def _assigned(model: nn.Module) -> None:
+    model.load_state_dict(layers().state_dict(), assign=True)
+
+
+def _head(model: nn.Module) -> None:
+    model[-4] = nn.Linear(WIDTH, WIDTH)
+
+
+def _weight(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+
+
+@pytest.mark.parametrize(("replace", "number"), [(_assigned, 6), (_head, 2), (_weight, 1)])
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_parameters_that_are_replaced_are_told_as_the_optimizer_does_not_have_them(
+    replace: Callable[[nn.Module], None], number: int, *, rehearsed: bool
+) -> None:
+    model = layers()
+    fixed = {"micro_batches": 1}
+    if rehearsed:
+        engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed=fixed)
+    else:
+        engine = memfit.apply(memfit.plan(model, rows(), squares, "1GiB", torch.optim.SGD, fixed=fixed), model)
+    replace(model)
+    told = f"{number} parameters that the optimizer updates are no longer the model's"
+    with pytest.warns(UserWarning, match=told) as warned:
+        engine.step(rows())
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(rows())  # told once
+        again = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed=fixed)
+        before = [each.detach().clone() for each in model.parameters()]
+        again.step(rows())
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_parameters_that_stay_the_same_objects_are_not_told_of() -> None:
+    model = layers()
+    engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(rows())
+        model.load_state_dict(layers().state_dict())
+        engine.step(rows())
+
+
 def test_a_model_can_be_moved_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch exchanges tensors when it moves DTensors (as Lightning does after training under ZeRO), and none that something has a weak reference to."""
     model = layers()

@@ -122,7 +122,7 @@ class Engine:
         self._plans = PlanTable(where)
         self._history = History(where)
         clear = None if sharded is None else partial(sharded.clear, accumulates=plan.choices.micro_batches > 1)
-        self._transactions = Transactions(model, loss_fn, clear)
+        self._transactions = Transactions(model, loss_fn, clear, optimizer if sharded is None else None)
         self._compile_watch = CompileWatch()
         self.diverged: Batch | None = None
         self._before_it: Deciding | None = None
@@ -321,7 +321,14 @@ class Engine:
         self._notice_the_mode()
 
     def _notice_what_is_trained(self) -> None:
-        """Warn where layers have been frozen or freed since the first step."""
+        """Warn where layers have been frozen or freed since the first step, or replaced since the optimizer was made."""
+        replaced = self._transactions.no_longer_updated()
+        if replaced:
+            warnings.warn(
+                f"{replaced} parameters that the optimizer updates are no longer the model's: what has taken their place (a new layer, "
+                "load_state_dict(..., assign=True)) is not trained. Call memfit.fit again with this model",
+                stacklevel=3,
+            )
         more, fewer = self._transactions.newly_trained()
         if more or fewer:
             warnings.warn(

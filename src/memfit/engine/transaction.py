@@ -19,7 +19,7 @@ from memfit.engine.interrupts import interrupts_wait
 from memfit.engine.new_paths import NewPathError
 from memfit.errors import EngineError, MemfitError, NonFiniteLossError
 from memfit.step.buffers import BufferCopies
-from memfit.step.guard import Deciding, Guard, Trained
+from memfit.step.guard import Deciding, Guard, Trained, Updated
 from memfit.step.modules import let_go_of_gradients
 from memfit.techniques.autocast.precision import Scaling
 
@@ -56,6 +56,7 @@ class Transactions:
         model: being trained.
         loss_fn: its loss; what its modules note is put back, too.
         clear: lets go of the gradients; None where they are those of the model's parameters.
+        optimizer: of the model's own parameters; None where it has others, or where there is none.
 
     Attributes:
         buffers: copies of those that forward writes.
@@ -63,13 +64,18 @@ class Transactions:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction | None = None, clear: Callable[[], None] | None = None
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None = None,
+        clear: Callable[[], None] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._clear = clear
         self.buffers = BufferCopies(model)
         self.before: Deciding | None = None
         self._trained: Trained | None = None
+        self._updated = None if optimizer is None else Updated(model, optimizer)
         self._stuck = ""
 
     def check(self) -> None:
@@ -82,6 +88,10 @@ class Transactions:
         if self._trained is None:
             self._trained = Trained(self._model)
         return self._trained.changes()
+
+    def no_longer_updated(self) -> int:
+        """How many parameters that the optimizer updates have been replaced in the model since this was last asked."""
+        return 0 if self._updated is None else self._updated.gone(self._model)
 
     @contextmanager
     def begin(self, scaling: Scaling | None) -> Iterator[Transaction]:

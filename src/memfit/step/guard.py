@@ -58,6 +58,30 @@ class Trained:
         return [(p, before) for table, name, before in self._known if (p := table.get(name)) is not None]
 
 
+class Updated:
+    """The parameters of a model that an optimizer updates. What takes the place of one in the model is not updated, and PyTorch says nothing.
+
+    Args:
+        model: as the optimizer was made for it.
+        optimizer: holds the parameters, so that their ids stay theirs.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._known = given & _parameters(model)
+
+    def gone(self, model: nn.Module) -> int:
+        """How many are not the model's any more that were when this was last asked."""
+        still = self._known & _parameters(model)
+        gone = len(self._known) - len(still)
+        self._known = still
+        return gone
+
+
+def _parameters(model: nn.Module) -> set[int]:
+    return {id(each) for module in every_module(model) for each in module._parameters.values()}  # noqa: SLF001 - without the paths
+
+
 class Deciding:
     """What may decide which path a forward takes, tensors apart: plain attributes of modules and the states of all generators, as they are when this is made.
 

@@ -59,7 +59,7 @@ def read(kind: type[T], data: object, path: str = "") -> T:
     """A dataclass from plain data.
 
     Args:
-        kind: the dataclass; its annotations say what is accepted.
+        kind: the dataclass; its annotations say what is accepted, and the metadata `write` of a field what to write in place of another value.
         data: what YAML or JSON gave.
         path: where `data` stands in the whole, for error messages: "fit".
 
@@ -84,6 +84,8 @@ def read(kind: type[T], data: object, path: str = "") -> T:
         except ConfigError as error:
             if value is None and known[key].default is not MISSING:
                 raise ConfigError(f"{error}; left out it is {_shown(known[key].default)}") from None
+            if "write" in known[key].metadata:
+                raise ConfigError(f"{error}: write {known[key].metadata['write']}") from None
             raise
     for name, each in known.items():
         if name not in values and each.default is MISSING and each.default_factory is MISSING:
@@ -190,6 +192,11 @@ def described(hint: Any) -> str:
     if origin is tuple:
         return "a list"
     return _WORDS.get(hint, "keys and values")
+
+
+def known_elsewhere(name: str) -> str | None:
+    """The key of ours for what other trainers' configurations call so, in whatever section; None where none is known."""
+    return next((ours for theirs, ours in _ELSEWHERE.items() if theirs.rpartition(".")[2] == name), None)
 
 
 def nearest(key: str, known: Mapping[str, object], path: str = "") -> str:

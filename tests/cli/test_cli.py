@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import torch
 
 from cli.commands import Ran
 from memfit.cli import doctor, extras
-from memfit.cli.main import parser
+from memfit.cli.main import main, parser
 from memfit.errors import BudgetError, CaptureError, InfeasibleError, InputError, NonFiniteLossError, Remedy
 from memfit.storage import links
 from memfit.trackers import tensorboard
@@ -95,7 +96,7 @@ def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str], verb: 
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["frontier"], ["plan", "x.yaml", "--speed"], ["frontier", "x", "--points", "a"]]
+    "arguments", [["fly"], ["frontier"], ["plan", "x.yaml", "--speed"], ["frontier", "x", "--points", "a"]]
 )
 def test_bad_arguments_are_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     ran = Ran(capsys, *arguments)
@@ -113,6 +114,17 @@ def test_bad_arguments_are_bad_input(capsys: pytest.CaptureFixture[str], argumen
         (["estimate", "m", "--gpu", "t4", "--seq-len", "64"], "--seq-len 64; did you mean --length?"),
         (["estimate", "m", "--gpu", "t4", "--batch-size", "4"], "--batch-size 4; did you mean --batch?"),
         (["doctor", "x"], "unrecognized arguments: x\n"),
+        (["paln", "run.yaml"], "; did you mean plan?"),
+        (["fly"], "'explain', 'doctor')\n"),
+        (["plan", "run.yaml", "--largest", "bach"], "; did you mean batch?"),
+        (["plan", "run.yaml", "--batch-size", "4"], "--batch-size 4; did you mean --set fit.global_batch=...?"),
+        (["train", "run.yaml", "--output", "o"], "--output o; did you mean --set train.out=...?"),
+        (["train", "run.yaml", "--bf16"], "--bf16; did you mean --set fit.allow=[bf16]?"),
+        (["train", "run.yaml", "--memory=9"], "--memory=9; did you mean --budget?"),
+        (["train", "run.yaml", "--nproc_per_node=2"], "--nproc_per_node=2; did you mean --nproc?"),
+        (["train", "run.yaml", "--resume"], "--resume; did you mean memfit resume?"),
+        (["train", "run.yaml", "--quiet"], "unrecognized arguments: --quiet\n"),  # and no --set, which is nearest
+        (["--json", "plan", "run.yaml"], "options stand after the command: memfit plan ... --json"),
     ],
 )
 def test_an_option_that_there_is_not_names_the_one_that_was_meant(
@@ -122,6 +134,98 @@ def test_an_option_that_there_is_not_names_the_one_that_was_meant(
 
     assert ran.status == 3
     assert meant in ran.err
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    alone, asked, of_verb = Ran(capsys), Ran(capsys, "help"), Ran(capsys, "help", "plan")
+
+    assert (alone.status, asked.status, of_verb.status) == (3, 0, 0)
+    for verb in _verbs():
+        assert f"\n    {verb} " in alone.err
+        assert f"\n    {verb} " in asked.out
+    assert of_verb.out.startswith("usage: memfit plan")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["plan", "cli_toy.py"], "cli_toy.py is Python: name a run file (YAML or JSON)"),
+        (["train", "."], ". is a folder: name a run file (YAML or JSON)"),
+        (
+            ["plan", "run.yaml", "--budget", "0.8"],
+            "memfit: --budget 0.8: expected text or a whole number, found 0.8: write",
+        ),
+        (
+            ["plan", "run.yaml", "--set", "fit.budget=[8GiB]"],
+            "found ['8GiB']: write \"8GiB\", a whole number of bytes, or",
+        ),
+        (
+            ["plan", "run.yaml", "--device", "cuda"],
+            "--device cuda is a device of this computer: --set fit.device=cuda plans",
+        ),
+        (["frontier", "run.yaml", "--device", "cuda:0"], "--device cuda:0 is a device of this computer"),
+        (["frontier", "run.yaml", "--device", "4900"], "no device called '4900' is known; did you mean rtx4090"),
+        (["plan", "run.yaml", "--save", "."], "cannot write the plan .: it is a folder: name a file in it"),
+        (["plan", "run.yaml", "--save-trace", "run.yaml/x"], "cannot write the trace run.yaml/x: there is no folder "),
+        (
+            ["plan", "run.yaml", "--save", "no/such/folder.json"],
+            "cannot write the plan no/such/folder.json: there is no folder ",
+        ),
+        (["frontier", "run.yaml", "--html", "run.yaml/x.html"], "cannot write the report run.yaml/x.html: "),
+    ],
+)
+def test_a_wrong_guess_is_told_before_anything_is_read(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, given: list[str], told: str
+) -> None:
+    ran = Ran(capsys, *given)
+
+    assert ran.status == 3
+    assert told in ran.err
+    assert "reading" not in ran.err
+    assert not api.calls
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+def test_an_answer_that_cannot_be_written_says_so_and_not_that_nothing_fits(tmp_path: Path) -> None:
+    """Status 1 would say that training does not fit."""
+    plan().save(tmp_path / "plan.json")
+    with Path("/dev/full").open("w", encoding="utf-8") as out:
+        ran = subprocess.run(
+            [sys.executable, "-m", "memfit", "explain", "plan.json"],
+            cwd=tmp_path,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    told = "memfit: cannot write the answer to standard output: No space left on device\n"
+    assert (ran.returncode, ran.stderr) == (2, told)
+
+
+def test_a_folder_whose_name_the_terminal_cannot_write_is_escaped(
+    monkeypatch: pytest.MonkeyPatch, api: Api, config: Path
+) -> None:
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
+
+    assert main(["train", str(config), "--set", "train.out=l\u00e4uft"]) == 0
+    sys.stdout.flush()
+    assert b"l\\xe4uft" in buffer.getvalue()
+
+
+def test_a_run_that_has_ended_is_not_planned_anew(capsys: pytest.CaptureFixture[str], api: Api, config: Path) -> None:
+    Ran(capsys, "train", config)
+    before = {path: path.read_bytes() for path in Path("out").iterdir() if path.is_file()}
+    api.calls.clear()
+
+    ran = Ran(capsys, "resume", "out", "--set", "fit.global_batch=2")
+
+    assert ran.status == 3
+    assert "5 steps are done, and none is left to train with other settings" in ran.err
+    assert not api.calls
+    assert {path: path.read_bytes() for path in Path("out").iterdir() if path.is_file()} == before
+    assert Ran(capsys, "resume", "out", "--set", "fit.global_batch=2", "--set", "train.steps=9").status == 0
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

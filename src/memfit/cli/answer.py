@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import InfeasibleError, InputError, in_words
+from memfit.errors import InfeasibleError, InputError, PlanFileError, in_words
 
 if TYPE_CHECKING:
     from memfit.train.config import Config
@@ -88,6 +89,60 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="configuration file (YAML, or JSON)")
     add_settings(parser)
     add_deepspeed(parser)
+
+
+def add_device(parser: argparse.ArgumentParser, words: str) -> None:
+    """The argument that names a GPU that is not here; `device_of` reads it."""
+    parser.add_argument(
+        "--device", metavar="NAME", help=f'{words} for a GPU that is not here, such as "rtx4090"; times are estimated'
+    )
+
+
+def device_of(arguments: argparse.Namespace) -> str | None:
+    """The GPU that is planned for, looked up before anything is read; None for the device of this computer that the run file names.
+
+    Raises:
+        InputError: no such GPU is known.
+    """
+    from memfit.hardware.machine import known_machine, of_torch
+
+    name: str | None = arguments.device
+    if name is None:
+        return None
+    if of_torch(name):
+        raise InputError(
+            f"--device {name} is a device of this computer: --set fit.device={name} plans for it; --device takes the name of a GPU that is not here, "
+            "such as rtx4090"
+        )
+    known_machine(name)
+    return name
+
+
+def check_place(file: Path | None, what: str, *, folder_is_made: bool = False) -> None:
+    """See that a file can be written, before the work that ends with writing it.
+
+    Args:
+        file: that will be written; None for none.
+        what: it is.
+        folder_is_made: where it is not there yet.
+
+    Raises:
+        PlanFileError: it cannot.
+    """
+    if file is None:
+        return
+    folder = file.absolute().parent
+    while folder_is_made and not folder.exists():
+        folder = folder.parent
+    problem = ""
+    if file.is_dir():
+        problem = "it is a folder: name a file in it"
+    elif not folder.is_dir():
+        problem = f"there is no folder {folder}"
+    elif not os.access(folder, os.W_OK):
+        problem = f"the folder {folder} may not be written to"
+    if problem:
+        raise PlanFileError(f"cannot write the {what} {file}: {problem}")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, add_config, read_config
+from memfit.cli.answer import Answer, add_config, add_device, check_place, device_of, read_config
 from memfit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
     )
     add_config(parser)
     parser.add_argument("--points", metavar="N", type=int, default=9, help="plans to make (default 9)")
-    parser.add_argument(
-        "--device", metavar="NAME", help='for a GPU that is not here, such as "rtx4090"; times are estimated'
-    )
+    add_device(parser, "plan")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the picture")
     parser.set_defaults(run=run)
 
@@ -38,6 +36,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ConfigError(
             f"--points {arguments.points}: a frontier has at least 3, so that a line through them shows its shape"
         )
+    check_place(arguments.html, "report", folder_is_made=True)
+    device = device_of(arguments)
     config = read_config(arguments)
     from memfit.api import frontier_points
     from memfit.train import progress
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     display = progress.display()
     try:
-        plans = make_frontier(config, arguments.device or elsewhere(config), display, arguments.points)
+        plans = make_frontier(config, device or elsewhere(config), display, arguments.points)
     finally:
         display.close()
     points = frontier_points(plans)

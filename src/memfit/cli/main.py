@@ -6,6 +6,7 @@ import argparse
 import atexit
 import contextlib
 import gc
+import io
 import json
 import os
 import re
@@ -35,6 +36,8 @@ _OTHER_NAMES: Final = {
     "--gpus": ("--gpu", "--devices"),
     **dict.fromkeys(("--seq-len", "--seq-length", "--sequence-length", "--max-length"), ("--length",)),
     **dict.fromkeys(("--out", "--output", "-o"), ("--save", "--html")),
+    **dict.fromkeys(("--memory", "--vram", "--max-memory"), ("--budget",)),
+    **dict.fromkeys(("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes"), ("--nproc",)),
     **dict.fromkeys(("--lora", "--qlora", "--peft"), ("--method",)),
 }
 # The folder of memfit's own source.
@@ -48,6 +51,14 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(Status.BAD_INPUT, f"{self.prog}: {message}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = get_close_matches(str(value), [str(each) for each in action.choices or ()], 1)
+            error.message += f"; did you mean {near[0]}?" if near else ""
+            raise
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,9 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["help"]:
+        given = [*given[1:2], "--help"]
+    _print_anything()
     try:
         top = parser()
-        parsed, unknown = top.parse_known_args(_with_negative_sizes(sys.argv[1:] if arguments is None else arguments))
+        if not given:
+            top.print_help(sys.stderr)
+            return Status.BAD_INPUT
+        parsed, unknown = top.parse_known_args(_with_negative_sizes(given))
         if unknown:
             _refuse(top, parsed.verb, unknown)
     except SystemExit as end:  # argparse has printed what there is to say
@@ -101,7 +119,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # `memfit explain plan.json | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as full:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"memfit: cannot write the answer to standard output: {full.strerror or full}", file=sys.stderr)
+        return Status.COULD_NOT_TELL
     return int(answer.status)
+
+
+def _print_anything() -> None:
+    """What standard output cannot say (a folder's name, where it takes ASCII alone) is escaped: a run that has ended must not fail on its answer."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _refuse(top: argparse.ArgumentParser, verb: str, unknown: Sequence[str]) -> NoReturn:
@@ -109,7 +137,12 @@ def _refuse(top: argparse.ArgumentParser, verb: str, unknown: Sequence[str]) -> 
     (verbs,) = (each for each in top._actions if isinstance(each, argparse._SubParsersAction))  # noqa: SLF001 - argparse tells it nowhere else
     own: argparse.ArgumentParser = verbs.choices[verb]
     options = [option for action in own._actions for option in action.option_strings if option.startswith("--")]  # noqa: SLF001 - likewise
-    meant = [_meant(each.partition("=")[0], options) for each in unknown if each.startswith("-")]
+    names = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+    early = [name for name in names if name in options]
+    if early:
+        own.error(f"options stand after the command: memfit {verb} ... {' '.join(early)}")
+    verbal = [name.lstrip("-") for name in names if name.lstrip("-") in verbs.choices]
+    meant = [f"memfit {name}" for name in verbal] or [_meant(name, options) for name in names]
     hint = f"; did you mean {' '.join(filter(None, meant))}?" if any(meant) else ""
     own.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
@@ -117,8 +150,11 @@ def _refuse(top: argparse.ArgumentParser, verb: str, unknown: Sequence[str]) -> 
 def _meant(option: str, options: Sequence[str]) -> str:
     """The option, or the key of a run file, of that name or the nearest one; "" where none is near."""
     other = next((each for each in _OTHER_NAMES.get(option, ()) if each in options), "")
+    # Without the dashes, which all have in common.
+    near = "".join(f"--{each}" for each in get_close_matches(option.lstrip("-"), [o[2:] for o in options], 1, 0.6))
     if other or "--set" not in options:
-        return other or "".join(get_close_matches(option, options, 1, 0.6))
+        return other or near
+    from memfit.strict import known_elsewhere
     from memfit.train.config import Config
 
     name = option.lstrip("-").replace("-", "_")
@@ -126,7 +162,8 @@ def _meant(option: str, options: Sequence[str]) -> str:
         for kind in get_args(hint) or (hint,):
             if is_dataclass(kind) and name in {each.name for each in fields(kind)}:
                 return f"--set {section}.{name}=..."
-    return "".join(get_close_matches(option, options, 1, 0.6))
+    key, _, value = (known_elsewhere(name) or "").partition(": ")
+    return near or (f"--set {key}={value or '...'}" if key else "")
 
 
 def _with_negative_sizes(arguments: Sequence[str]) -> list[str]:

@@ -8,7 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.answer import Answer, Status, add_deepspeed, add_settings, read_config
+from memfit.cli.answer import (
+    Answer,
+    Status,
+    add_deepspeed,
+    add_device,
+    add_settings,
+    check_place,
+    device_of,
+    read_config,
+)
 from memfit.cli.way_table import RECOMPUTED, table
 from memfit.errors import ConfigError, PlanFileError
 from memfit.units import format_bytes
@@ -36,9 +45,7 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
         type=Path,
         help="write the plan as a DeepSpeed configuration; what that cannot say is told",
     )
-    parser.add_argument(
-        "--device", metavar="NAME", help='plan for a GPU that is not here, such as "rtx4090"; times are estimated'
-    )
+    add_device(parser, "plan")
     parser.add_argument(
         "--devices",
         metavar="DEVICES",
@@ -75,8 +82,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Plan, and report the result."""
     if (arguments.config is None) == (arguments.trace is None):
         raise ConfigError("memfit plan takes a CONFIG or --trace FILE, one of them")
+    check_place(arguments.save, "plan")
+    check_place(arguments.save_trace, "trace")
+    check_place(arguments.deepspeed_out, "DeepSpeed configuration")
     if arguments.trace is not None:
         return _from_trace(arguments)
+    device = device_of(arguments)
     config = read_config(arguments)
     from memfit.train import progress
     from memfit.train.plans import (
@@ -92,7 +103,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if not arguments.few_blocks:
         check_budget(config)
     display = progress.display()
-    device = arguments.device or elsewhere(config)
+    device = device or elsewhere(config)
     try:
         assembly = assembled(config, display, device)
         if arguments.few_blocks:

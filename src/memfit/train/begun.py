@@ -34,6 +34,11 @@ class Begun:
     config: Config
     before: Config
 
+    def planned_otherwise(self, config: Config) -> bool:
+        """Whether something has changed that a plan is made for."""
+        planned = [(each.fit, each.model, each.optim.name, each.deepspeed) for each in (config, self.before)]
+        return planned[0] != planned[1]
+
     def plan(self, config: Config, display: Display) -> Plan | None:
         """The plan so far, where nothing that it was made for has changed: another one might split the batch in another way, which changes the last bits.
 
@@ -41,8 +46,7 @@ class Begun:
             config: to go on with.
             display: told of a plan that cannot be read.
         """
-        planned = [(each.fit, each.model, each.optim.name, each.deepspeed) for each in (config, self.before)]
-        if planned[0] != planned[1]:
+        if self.planned_otherwise(config):
             return None
         try:
             if self.snapshot is not None:

@@ -168,6 +168,13 @@ class DataConfig:
         _check_target("data.python", self.python)
 
 
+def _bytes() -> Any:
+    """A field for a number of bytes."""
+    return field(
+        default=None, metadata={"write": '"8GiB", a whole number of bytes, or a share of the device such as "80%"'}
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class FitConfig:
     """How many bytes, and what may be done to stay inside them.
@@ -186,9 +193,9 @@ class FitConfig:
             part of global_batch.
     """
 
-    budget: str | int | None = None
-    host_budget: str | int | None = None
-    disk_budget: str | int | None = None
+    budget: str | int | None = _bytes()
+    host_budget: str | int | None = _bytes()
+    disk_budget: str | int | None = _bytes()
     global_batch: int = 8
     allow: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -455,6 +462,14 @@ def read_content(path: str | Path, settings: Iterable[str] = ()) -> dict[str, An
 
 
 def _content(path: str | Path) -> dict[str, Any]:
+    if Path(path).suffix == ".py":
+        raise ConfigError(
+            f"{path} is Python: name a run file (YAML or JSON), in which model.python names a function of it, such as {Path(path).stem}:build"
+        )
+    if Path(path).is_dir():
+        raise ConfigError(
+            f"{path} is a folder: name a run file (YAML or JSON); memfit resume and memfit explain take the folder of a run"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -99,7 +99,7 @@ def rows(files: Iterable[Path], fields: Sequence[str] = ()) -> Iterator[Row]:
         for number, content in enumerate(read(file, fields), 1):
             yield Row(f"{file} row {number}", content)
         if not number:
-            raise InputError(f"{file} is empty")
+            raise InputError(f"{file} is empty: leave it out, or name another file")
 
 
 def text_lines(files: Iterable[Path]) -> Iterator[str]:
@@ -110,7 +110,7 @@ def text_lines(files: Iterable[Path]) -> Iterator[str]:
             empty = empty and not line.strip()
             yield line
         if empty:
-            raise InputError(f"{file} is empty")
+            raise InputError(f"{file} is empty: leave it out, or name another file")
 
 
 def json_lines(files: Iterable[Path]) -> Iterator[Row]:
@@ -134,7 +134,7 @@ def json_lines(files: Iterable[Path]) -> Iterator[Row]:
             empty = False
             yield Row(where, content)
         if empty:
-            raise InputError(f"{file} is empty")
+            raise InputError(f"{file} is empty: leave it out, or name another file")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -215,7 +215,7 @@ def arrays(files: Iterable[Path]) -> dict[str, Array]:
 def _check_arrays(file: Path, part: Mapping[str, Array]) -> None:
     lengths = {len(a) if a.ndim else -1 for a in part.values()}
     if not part or lengths == {0}:
-        raise InputError(f"{file} is empty")
+        raise InputError(f"{file} is empty: leave it out, or name another file")
     if len(lengths) > 1 or -1 in lengths:
         raise InputError(
             f"{file} holds {_shapes(part)}: the first dimension counts samples, so it must be the same in all"

@@ -24,7 +24,7 @@ from memfit.train.assemble import Assembly, cache_as_read, quietly, read_deepspe
 from memfit.train.begun import CONFIG_NAME, PLAN_NAME, begun_in, folder_of
 from memfit.train.config import Config, ScheduleConfig
 from memfit.train.folder_lock import alone_in
-from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, train
+from memfit.train.loop import MakeRates, RunOutcome, RunOutput, Validation, total_steps, train
 from memfit.train.plans import assembled, check_budget, frontier_of, lower_tier, make_plan, plan_arguments
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.schedule import MovedRates
@@ -162,6 +162,14 @@ def resume(
         plan = plan or begun.plan(config, display)
         check_budget(config, plan)
         assembly = assembled(config, display)
+        if (
+            snapshot is not None
+            and begun.planned_otherwise(config)
+            and snapshot.step >= total_steps(config.train, assembly.batches)
+        ):  # nothing is to be replaced by a plan that no step was taken under
+            raise ConfigError(
+                f"{snapshot.step} steps are done, and none is left to train with other settings: ask for more (--set train.steps=...)"
+            )
         engine = _engine(config, assembly, None, display) if plan is None else _again(plan, config, assembly, display)
         return _train(config, assembly, engine, snapshot, display)
 

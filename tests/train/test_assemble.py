@@ -88,6 +88,43 @@ def test_a_classifier_from_a_folder_reads_its_classes_by_name(folder: Path) -> N
     assert torch.isfinite(loss(made))
 
 
+def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of bert under the name "me/bert", as a download leaves it in the Hub's cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    there = folder / "hub" / "models--me--bert" / "snapshots" / "0123"
+    there.parent.mkdir(parents=True)
+    (folder / "bert").rename(there)
+    refs = folder / "hub" / "models--me--bert" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    return there
+
+
+def test_a_model_that_was_downloaded_is_found_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = cached(folder, monkeypatch)
+    from memfit.estimating.models import named
+
+    made = assembled(folder, model={**HF, "hf": "me/bert"})
+
+    assert torch.isfinite(loss(made))
+    assert named("me/bert", "masked-lm").title == "me/bert"
+    assert config(folder).hf_folder("me/bert") == there
+    assert config(folder).hf_folder("me/other") == folder / "me/other"
+    (folder / "me" / "bert").mkdir(parents=True)  # a folder of that name comes first
+    assert config(folder).hf_folder("me/bert") == folder / "me/bert"
+
+
+def test_a_tokenizer_that_was_downloaded_is_found_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = cached(folder, monkeypatch)
+    (there / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nwell\ndone\noh\nno")
+
+    made = assembled(folder, model={**HF, "hf": "me/bert"}, data={**TEXT, "tokenizer": None})
+
+    assert torch.isfinite(loss(made))
+
+
 @pytest.mark.parametrize("task", ["causal-lm", "masked-lm"])
 def test_language_models_learn_running_text(folder: Path, task: str) -> None:
     data = {"train": "text.txt", "tokenizer": "bytes", "max_length": 16}

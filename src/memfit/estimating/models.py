@@ -17,6 +17,7 @@ from memfit.errors import InputError
 from memfit.step.other_kernels import refuse_attention
 from memfit.train.assemble import built_on_meta, resolve
 from memfit.train.config import Config, DataConfig, ModelConfig
+from memfit.train.hub_cache import in_cache
 
 TASKS: Final = {
     "causal-lm": "AutoModelForCausalLM",
@@ -59,8 +60,8 @@ def named(model: str, task: str | None = None, data: str | None = None) -> Named
     """What was named.
 
     Args:
-        model: a folder with a config.json of transformers, such a file, or "python:package.module:function", which returns a model or the pair
-            (model, loss_fn).
+        model: a folder with a config.json of transformers, such a file, the name of a model in the Hub's cache, or
+            "python:package.module:function", which returns a model or the pair (model, loss_fn).
         task: one of `TASKS`; None for what the configuration says.
         data: "package.module:function", which returns a dataset (length and items), for a function's model that does not take tokens.
 
@@ -73,10 +74,12 @@ def named(model: str, task: str | None = None, data: str | None = None) -> Named
         raise InputError(
             "--data goes with python:package.module:function; batches for a configuration of transformers are made of its vocabulary"
         )
-    return _of_configuration(Path(model).expanduser(), task)
+    path = Path(model).expanduser()
+    found = None if path.exists() else in_cache(model)
+    return _of_configuration(found or path, task, title="" if found is None else model)
 
 
-def _of_configuration(path: Path, task: str | None) -> Named:
+def _of_configuration(path: Path, task: str | None, title: str) -> Named:
     try:
         import transformers
     except ImportError as error:
@@ -86,8 +89,8 @@ def _of_configuration(path: Path, task: str | None) -> Named:
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         raise InputError(
-            f"{path}: there is no config.json here. Name a folder of a transformers model, its config.json, or python:package.module:function "
-            "(memfit reads what is on this computer and downloads nothing)"
+            f"{path}: there is no config.json here. Name a folder of a transformers model, its config.json, a model that hf download has fetched, or "
+            "python:package.module:function (memfit reads what is on this computer and downloads nothing)"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
@@ -127,7 +130,7 @@ def _of_configuration(path: Path, task: str | None) -> Named:
     labels = "tokens" if task != "sequence-classification" else "torch.zeros(batch, dtype=torch.long, device=device)"
     longest = getattr(config, "max_position_embeddings", None)
     return Named(
-        str(folder.resolve().name),
+        title or str(folder.resolve().name),
         built,
         partial(_tokens, words, task != "sequence-classification"),
         None,

@@ -221,7 +221,7 @@ def choose_device(name: str) -> torch.device:
 def build_model(config: Config, *, weights: bool = True) -> tuple[torch.nn.Module, LossFunction | None]:
     """The model, and its loss function when it does not return the loss itself."""
     if config.model.hf is not None:
-        return _from_folder(config, config.path(config.model.hf), weights=weights), None
+        return _from_folder(config, config.hf_folder(config.model.hf), weights=weights), None
     assert config.model.python is not None
     build = _with_arguments(config.model.python, config, "model", config.model.args)
     built = build() if weights else _to_plan_for(build, config.train.seed)
@@ -276,7 +276,8 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
         raise InputError("model.hf needs transformers: pip install 'memfit[transformers]'") from error
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.hf: there is no {folder / 'config.json'} (memfit reads folders and downloads nothing)"
+            f"model.hf: there is no {folder / 'config.json'}, and no such model in the cache of the Hugging Face Hub: name a folder, or fetch it first "
+            f"(hf download {config.model.hf}), as memfit downloads nothing"
         )
     given = {} if config.model.num_labels is None else {"num_labels": config.model.num_labels}
     assert config.model.task is not None

@@ -20,6 +20,7 @@ from memfit import strict, yaml_reader
 from memfit.errors import BudgetError, ConfigError
 from memfit.train import deepspeed_merge
 from memfit.train.early_stopping import EarlyStoppingConfig
+from memfit.train.hub_cache import in_cache
 from memfit.train.prompts import GenerateConfig
 from memfit.units import parse_bytes
 
@@ -34,7 +35,8 @@ class ModelConfig:
     """What to train: exactly one of `hf` and `python`.
 
     Attributes:
-        hf: folder of a Hugging Face model (config.json and weights); its `use_cache` is off while it is trained.
+        hf: folder of a Hugging Face model (config.json and weights), or the name of one that has been downloaded into the Hub's cache; its
+            `use_cache` is off while it is trained.
         init: "weights" loads the folder's weights, "random" starts from fresh ones drawn with `train.seed`.
         python: "package.module:function"; called with `args`, returns the model, or the pair (model, loss_fn).
         args: keyword arguments for that function.
@@ -120,7 +122,7 @@ class DataConfig:
             data.text or data.messages.
         stream: read the files while training, sample after sample in their order, in place of all of them before the first step: for more than memory holds.
             How many there are is not known then, so train.steps is needed. data.validation is read as ever.
-        tokenizer: folder of a Hugging Face tokenizer, or "bytes" (a token is a byte plus one, 0 pads); the model's
+        tokenizer: folder or name of a Hugging Face tokenizer, or "bytes" (a token is a byte plus one, 0 pads); the model's
             folder when left out.
     """
 
@@ -410,6 +412,11 @@ class Config:
     def path(self, name: str) -> Path:
         """A path of this configuration, from where one can open it."""
         return Path(self.folder or ".", Path(name).expanduser())
+
+    def hf_folder(self, name: str) -> Path:
+        """A folder of a Hugging Face model or tokenizer: a path of this configuration, or else what the Hub's cache holds under that name."""
+        there = self.path(name)
+        return there if there.exists() else in_cache(name) or there
 
     @property
     def out(self) -> Path:

@@ -25,7 +25,7 @@ def encoder_of(config: Config) -> text.Encoder:
     folder = config.data.tokenizer or config.model.hf
     if folder is None:
         raise ConfigError('data.tokenizer is missing: the folder of a tokenizer, or "bytes"')
-    return text.ByteEncoder() if folder == "bytes" else text.FolderEncoder(config.path(folder))
+    return text.ByteEncoder() if folder == "bytes" else text.FolderEncoder(config.hf_folder(folder))
 
 
 class Reader:

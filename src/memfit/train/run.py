@@ -364,7 +364,7 @@ def _save_model(config: Config, model: torch.nn.Module, whole: Mapping[str, Any]
             with waiting.open("wb") as stream:
                 snapshots.save(model.state_dict() if whole is None else whole, stream)
             return waiting.rename(out / "model.pt")
-        read_from = config.path(config.model.hf)
+        read_from = config.hf_folder(config.model.hf)
         if config.lora is not None and config.lora.merge and whole is None:
             with quietly(), cache_as_read(model, read_from):
                 merged(model).save_pretrained(out / "merged")  # type: ignore[operator] # transformers' own method
@@ -372,7 +372,7 @@ def _save_model(config: Config, model: torch.nn.Module, whole: Mapping[str, Any]
         with quietly(), cache_as_read(model, read_from):
             # transformers' own method
             model.save_pretrained(folder, **({} if whole is None else {"state_dict": whole}))  # type: ignore[operator]
-        source = config.path(config.data.tokenizer or config.model.hf)
+        source = config.hf_folder(config.data.tokenizer or config.model.hf)
         if source.is_dir() and has_tokenizer(source):
             for each in (folder, out / "merged"):
                 if each.is_dir():

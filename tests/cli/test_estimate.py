@@ -106,6 +106,19 @@ def test_the_largest_batch_is_the_same_whichever_batch_was_asked_for(
     assert told[1] == told[0]
 
 
+def test_the_largest_batch_is_found_from_one_sample_that_takes_other_operations(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """GPT-2 runs other operations for one sample than for several, so no line leads from the one to the others."""
+    shape = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **shape}), encoding="utf-8")
+    asked = ("estimate", tmp_path, "--gpu", "4090", "--method", "full", "--length", 32, "--budget", "32MiB", "--json")
+
+    from_one, from_eight = (Ran(capsys, *asked, "--batch", batch).data["largest_batch"] for batch in (1, 8))
+
+    assert from_one == from_eight > 8
+
+
 def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

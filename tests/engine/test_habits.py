@@ -5,7 +5,10 @@ Backward run twice, gradients of gradients, exceptions, engines inside engines: 
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable
@@ -806,6 +809,19 @@ def test_parameters_that_stay_the_same_objects_are_not_told_of() -> None:
         engine.step(rows())
         model.load_state_dict(layers().state_dict())
         engine.step(rows())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda engine: torch.save(engine, io.BytesIO())]
+)
+def test_an_engine_that_is_to_be_copied_says_what_can_be(copied: Callable[[memfit.Engine], object]) -> None:
+    model = layers()
+    engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1})
+    with pytest.raises(memfit.InputError, match=r"an engine cannot be saved or copied: save model\.state_dict\(\)"):
+        copied(engine)
+    again = copy.deepcopy(model)
+    plan = copy.deepcopy(engine.plan)
+    assert memfit.apply(plan, again, squares, torch.optim.SGD).step(rows()).loss > 0
 
 
 def test_a_model_can_be_moved_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

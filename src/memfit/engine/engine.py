@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -132,6 +132,12 @@ class Engine:
         self._executor = Executor(self._lower_tiers, model)
         self._pipelined = PipelinedStep(sharded, plan, self._executor) if isinstance(sharded, PipelinedModel) else None
         self.add(plan)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise InputError(
+            'an engine cannot be saved or copied: save model.state_dict(), engine.optimizer.state_dict() and engine.plan.save("plan.json"), '
+            "or copy the model and call memfit.apply(engine.plan, copy)"
+        )
 
     # -- plans ---------------------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
 from memfit.errors import InputError
 from memfit.techniques.choices import Choices, conflict, in_words
@@ -99,6 +101,30 @@ def candidates(
     return tuple(found), (*refused, *told.values())
 
 
+# What other tools call what is named otherwise here, without signs and capitals.
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("amp", "autocast", "mixedprecision", "bfloat16"), ("bf16", "precision")),
+    **dict.fromkeys(("float16", "half"), ("fp16", "precision")),
+    **dict.fromkeys(("int8", "adam8bit", "adamw8bit", "pagedadamw8bit", "8bitadam"), ("8bit", "state_format")),
+    **dict.fromkeys(("int4", "nf4", "fp4", "qlora", "loadin4bit"), ("4bit", "frozen_weights")),
+    **dict.fromkeys(("optimizerinbackward", "optimizerinbwd", "fusedbackward"), ("in_backward", "update")),
+    **dict.fromkeys(("accumulation", "gradientaccumulation", "gradientaccumulationsteps", "accumulategradbatches"), ("micro_batches",)),
+    **dict.fromkeys(("zero", "zerostage", "stage", "fsdp", "ddp"), ("sharding",)),
+}  # fmt: skip
+_OPEN: Final = re.compile("checkpoint|recompute|offload|accumulat")  # parts of words for what needs none
+
+
+def _meant(name: object, known: Iterable[str]) -> str:
+    """What to say of a word that there is not: the one that was meant, where that can be told."""
+    plain = re.sub(r"[^a-z0-9]", "", str(name).lower())
+    known = tuple(known)
+    near = get_close_matches(plain, [re.sub(r"[^a-z0-9]", "", each) for each in known], 1, 0.8)
+    found = [each for each in known if each in _ELSEWHERE.get(plain, ()) or re.sub(r"[^a-z0-9]", "", each) in near]
+    if found:
+        return f"; did you mean {found[0]!r}?"
+    return "; recomputation, micro-batches and offloading need no word" if _OPEN.search(plain) else ""
+
+
 def check_names(allow: Sequence[str], fixed: Mapping[str, Any]) -> None:
     """Raise InputError where a word can not be allowed, or a name is that of no choice."""
     if isinstance(allow, str):
@@ -106,12 +132,14 @@ def check_names(allow: Sequence[str], fixed: Mapping[str, Any]) -> None:
     for name in allow:
         if name not in ALLOWED:
             raise InputError(
-                f"allow={list(allow)!r}: {name!r} is nothing that can be allowed; there is {listed(ALLOWED)}"
+                f"allow={list(allow)!r}: {name!r} is nothing that can be allowed; there is {listed(ALLOWED)}{_meant(name, ALLOWED)}"
             )
     known = ["micro_batches", *(technique.name for technique in TECHNIQUES if technique.pinned)]
     for name in fixed:
         if name != "micro_batches" and name not in BY_NAME:
-            raise InputError(f"fixed={dict(fixed)!r}: {name!r} is no choice; there is {listed(known)}")
+            raise InputError(
+                f"fixed={dict(fixed)!r}: {name!r} is no choice; there is {listed(known)}{_meant(name, known)}"
+            )
 
 
 def _pinned(fixed: Mapping[str, Any], offers: Offers) -> dict[str, Any]:

@@ -824,6 +824,24 @@ def test_an_engine_that_is_to_be_copied_says_what_can_be(copied: Callable[[memfi
     assert memfit.apply(plan, again, squares, torch.optim.SGD).step(rows()).loss > 0
 
 
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (layers().eval(), True),  # has dropout
+        (layers(), False),
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).eval(), True),
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.LayerNorm(WIDTH)).eval(), False),
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH).eval()), False),  # one layer, on purpose
+    ],
+)
+def test_a_plan_says_that_the_model_is_in_eval_mode_where_that_makes_a_difference(
+    model: nn.Module, *, told: bool
+) -> None:
+    plan = memfit.plan(model, rows(), squares, "1GiB", torch.optim.SGD)
+
+    assert any("the model is in eval mode" in note for note in plan.notes) == told
+
+
 def test_a_model_can_be_moved_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch exchanges tensors when it moves DTensors (as Lightning does after training under ZeRO), and none that something has a weak reference to."""
     model = layers()

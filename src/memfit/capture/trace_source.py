@@ -172,6 +172,11 @@ class TraceSource:
         speed = 1.0 if self.network is None else self.network.devices[0].fp32_flops / self.machine.fp32_flops
         if speed != 1.0:  # a machine file's
             costs = {key: replace(cost, seconds=cost.seconds / speed) for key, cost in costs.items()}
+        if not self.model.training and any(_has_two_modes(module) for module in self.model.modules()):
+            captured = captured.noting(
+                "the model is in eval mode, as from_pretrained returns it: nothing is dropped out, and batch norm updates no statistics; where that is not "
+                "meant, call model.train() and plan again"
+            )
         # Measured after the operations have run once: by then the libraries have taken what they keep.
         return self._with_seconds(captured, costs, are)
 
@@ -407,3 +412,9 @@ def _told_as(trace: Trace, choices: Choices) -> Trace:
 def machine_of(model: nn.Module, device: str | None) -> Machine:
     """The device of this name, or the one that the model is on."""
     return known_machine(device) if device is not None else present_machine(device_of(model))
+
+
+def _has_two_modes(module: nn.Module) -> bool:
+    """Whether a module of torch's computes something else in training than in evaluation."""
+    drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return drops or isinstance(module, nn.modules.batchnorm._BatchNorm)

@@ -59,7 +59,7 @@ def read(kind: type[T], data: object, path: str = "") -> T:
     """A dataclass from plain data.
 
     Args:
-        kind: the dataclass; its annotations say what is accepted, and the metadata `write` of a field what to write in place of another value.
+        kind: the dataclass; its annotations say what is accepted, and the metadata `bytes` of a field that it takes a number of bytes.
         data: what YAML or JSON gave.
         path: where `data` stands in the whole, for error messages: "fit".
 
@@ -84,8 +84,10 @@ def read(kind: type[T], data: object, path: str = "") -> T:
         except ConfigError as error:
             if value is None and known[key].default is not MISSING:
                 raise ConfigError(f"{error}; left out it is {_shown(known[key].default)}") from None
-            if "write" in known[key].metadata:
-                raise ConfigError(f"{error}: write {known[key].metadata['write']}") from None
+            if "bytes" in known[key].metadata:
+                raise ConfigError(
+                    f'{error}: write "8GiB", a whole number of bytes, or a share of the device such as "80%"'
+                ) from None
             raise
     for name, each in known.items():
         if name not in values and each.default is MISSING and each.default_factory is MISSING:

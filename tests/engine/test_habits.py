@@ -788,7 +788,7 @@ def test_parameters_that_are_replaced_are_told_as_the_optimizer_does_not_have_th
     else:
         engine = memfit.apply(memfit.plan(model, rows(), squares, "1GiB", torch.optim.SGD, fixed=fixed), model)
     replace(model)
-    told = f"{number} parameters that the optimizer updates are no longer the model's"
+    told = f"{number} parameters that the optimizer updates are not the model's any more"
     with pytest.warns(UserWarning, match=told) as warned:
         engine.step(rows())
     assert warned[0].filename == __file__

@@ -331,8 +331,7 @@ class Engine:
         replaced = self._transactions.no_longer_updated()
         if replaced:
             warnings.warn(
-                f"{replaced} parameters that the optimizer updates are no longer the model's: what has taken their place (a new layer, "
-                "load_state_dict(..., assign=True)) is not trained. Call memfit.fit again with this model",
+                f"{replaced} parameters that the optimizer updates are not the model's any more: what replaced them is not trained. Call memfit.fit again",
                 stacklevel=3,
             )
         more, fewer = self._transactions.newly_trained()

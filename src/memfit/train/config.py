@@ -172,9 +172,7 @@ class DataConfig:
 
 def _bytes() -> Any:
     """A field for a number of bytes."""
-    return field(
-        default=None, metadata={"write": '"8GiB", a whole number of bytes, or a share of the device such as "80%"'}
-    )
+    return field(default=None, metadata={"bytes": True})
 
 
 @dataclass(frozen=True, slots=True)

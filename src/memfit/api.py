@@ -146,6 +146,10 @@ def _planned(
     loader_batches: int = 1,
 ) -> tuple[Plan, Batch]:
     """The plan, and the batch that it is for: one of the loader's where a step takes several."""
+    if sharding := request.fixed.get("sharding"):
+        raise InputError(
+            f'fixed sharding={sharding!r} shares a step out among several devices, and there is one: name them, such as devices="4x24GiB", or leave it out'
+        )
     if loader_batches != 1:
         window, asked = of_loader(model, sample, loss_fn, optimizer, loader_batches, request)
         found = plan_window(window, asked, progress)

@@ -276,7 +276,7 @@ def _from_folder(config: Config, folder: Path, *, weights: bool) -> torch.nn.Mod
         raise InputError("model.hf needs transformers: pip install 'memfit[transformers]'") from error
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.hf: there is no {folder / 'config.json'}, and no such model in the cache of the Hugging Face Hub: name a folder, or fetch it first "
+            f"model.hf: there is no {folder / 'config.json'} and no such model in the cache of the Hugging Face Hub: name a folder, or fetch it first "
             f"(hf download {config.model.hf}), as memfit downloads nothing"
         )
     given = {} if config.model.num_labels is None else {"num_labels": config.model.num_labels}

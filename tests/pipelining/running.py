@@ -169,14 +169,13 @@ RELEASED = torch.__version__ >= "2.15"
 def as_predicted(peaks: Sequence[int], plan: memfit.Plan, close: float = 0.0) -> bool:
     """Whether ranks hold what a plan predicts, up to such a share of it.
 
-    Where messages are released, whether they hold no more, and at most 8 bytes less; where one may wait, two messages less.
+    Where messages are released, whether they hold no more, and at most 8 bytes less; where one may wait, as much less as there is.
     """
     waits = plan.choices.sharding.startswith("interleaved")
-    less = 0.05 if waits else close
 
     def agrees(peak: int, most: int) -> bool:
         if RELEASED:
-            return (1 - close) * peak <= most <= (1 + less) * peak + 8
+            return (1 - close) * peak <= most and (waits or most <= (1 + close) * peak + 8)
         return abs(peak - most) <= close * peak
 
     return all(agrees(peak, rank.peak_bytes) for peak, rank in zip(peaks, plan.prediction.ranks, strict=True))

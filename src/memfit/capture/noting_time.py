@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.batches import LossFunction
 from memfit.step.buffers import BufferCopies
-from memfit.step.guard import Guard
+from memfit.step.guard import Guard, Trained, Updated
 from memfit.step.modules import has_gradients
 from memfit.step.unrestored import Unrestored
 
@@ -30,9 +30,12 @@ def noting_seconds(
     copies = BufferCopies(model)
     copies.add(tuple(name for name, _ in model.named_buffers() if name in changed_buffers))
     written = list(model.parameters())
+    trained, updated = Trained(model), Updated(model, written)
     seconds = []
     for _ in range(ROUNDS + 1):
         begin = clock()
+        trained.changes()
+        updated.gone(model)
         Guard(model, copies.copies, None, loss_fn)
         Unrestored(model, loss_fn, frozenset(copies.copies))
         has_gradients(model)

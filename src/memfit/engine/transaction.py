@@ -75,7 +75,8 @@ class Transactions:
         self.buffers = BufferCopies(model)
         self.before: Deciding | None = None
         self._trained: Trained | None = None
-        self._updated = None if optimizer is None else Updated(model, optimizer)
+        given = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+        self._updated = Updated(model, given)
         self._stuck = ""
 
     def check(self) -> None:
@@ -91,7 +92,7 @@ class Transactions:
 
     def no_longer_updated(self) -> int:
         """How many parameters that the optimizer updates have been replaced in the model since this was last asked."""
-        return 0 if self._updated is None else self._updated.gone(self._model)
+        return self._updated.gone(self._model)
 
     @contextmanager
     def begin(self, scaling: Scaling | None) -> Iterator[Transaction]:

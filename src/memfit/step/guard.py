@@ -6,7 +6,7 @@ Used wherever a step may be undone, in the engine's transaction and in the rehea
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,15 +63,16 @@ class Updated:
 
     Args:
         model: as the optimizer was made for it.
-        optimizer: holds the parameters, so that their ids stay theirs.
+        given: parameters that the optimizer holds, so that their ids stay theirs.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._known = given & _parameters(model)
+    def __init__(self, model: nn.Module, given: Iterable[torch.Tensor]) -> None:
+        self._known = set(map(id, given)) & _parameters(model)
 
     def gone(self, model: nn.Module) -> int:
         """How many are not the model's any more that were when this was last asked."""
+        if not self._known:
+            return 0
         still = self._known & _parameters(model)
         gone = len(self._known) - len(still)
         self._known = still

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memfit
 from memfit import clusters
-from memfit.clusters import ClusterPrediction, predict_cluster, shortened
+from memfit.clusters import ClusterPrediction, predict_cluster, predict_ways, shortened
 from memfit.errors import InputError
 from memfit.hardware.machine import known_machine
 from memfit.hardware.topology import Topology
@@ -130,3 +130,30 @@ def test_what_cannot_be_told_from_a_few_blocks_is_refused() -> None:
         predicted("zero3", ("every",))
     with pytest.raises(InputError, match="micro_batches=3: the sample of one device has 2"):
         predicted("zero3", micro_batches=3)
+
+
+class Scaled(nn.Module):
+    """With a parameter that is a single number, which fully_shard cannot divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(x) * self.scale
+        return y
+
+
+def test_ways_that_a_model_does_not_allow_are_told_beside_the_others() -> None:
+    def predict(way: str) -> tuple[ClusterPrediction, ...]:
+        return predict_cluster(
+            Scaled(), torch.zeros(2, 8), lambda m, b: m(b).sum(), devices="4xh100", way=way, recompute=("none",)
+        )
+
+    found, refused = predict_ways(("zero3", "data"), predict)
+    assert [each.way for each in found] == ["data"]
+    (why,) = refused
+    assert why.startswith("zero3: ")
+    with pytest.raises(InputError, match="a single number"):
+        predict_ways(("zero3",), predict)

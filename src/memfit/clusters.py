@@ -13,7 +13,7 @@ added as what the fullest rank is dealt of the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +23,7 @@ from torch import nn
 
 from memfit.batches import Batch, LossFunction, size
 from memfit.capture.trace_source import TraceSource, machine_of
-from memfit.errors import InputError
+from memfit.errors import CaptureError, InputError
 from memfit.hardware.machine_file import Devices, named_devices
 from memfit.planner.by_hand import every_block, every_block_but_products
 from memfit.planner.overlap import overlapped
@@ -85,6 +85,30 @@ class ClusterPrediction:
     def state_bytes(self) -> int:
         """What no plan can drop: of parameters, buffers, gradients and optimizer state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def predict_ways(
+    ways: Sequence[str], predict: Callable[[str], tuple[ClusterPrediction, ...]]
+) -> tuple[tuple[ClusterPrediction, ...], tuple[str, ...]]:
+    """The predictions of each way to share a step out that the model allows, and why it does not allow the others.
+
+    Args:
+        ways: as for `predict_cluster`.
+        predict: `predict_cluster` for one of them.
+
+    Raises:
+        CaptureError, InputError: as `predict` does of the first way, where it does of every one.
+    """
+    found: list[ClusterPrediction] = []
+    refused: dict[str, CaptureError | InputError] = {}
+    for way in ways:
+        try:
+            found += predict(way)
+        except (CaptureError, InputError) as error:
+            refused[way] = error
+    if not found:
+        raise next(iter(refused.values()))
+    return tuple(found), tuple(f"{way}: {error}" for way, error in refused.items())
 
 
 def predict_cluster(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memfit.capture.trace_source import machine_of
-from memfit.clusters import RECOMPUTED, ClusterPrediction, fastest, predict_cluster
+from memfit.clusters import RECOMPUTED, ClusterPrediction, fastest, predict_cluster, predict_ways
 from memfit.devices import several_devices, share_of
 from memfit.errors import InputError
 from memfit.estimating.estimate import SHARE, allowed, check_size, in_words, script
@@ -163,20 +163,21 @@ def estimate_on_several(
     model = chosen.on(bare)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     sample = named.sample(batch, length)
-    found: list[ClusterPrediction] = []
 
     def told(done: int, text: str, share: float) -> None:
         tell(progress, text, (done + share) / len(WAYS))
 
-    for number, way in enumerate(WAYS):
-        found += predict_cluster(
+    def predict(way: str) -> tuple[ClusterPrediction, ...]:
+        return predict_cluster(
             model, sample, named.loss_fn, devices=topology, way=way, recompute=tuple(RECOMPUTED),
             precision=chosen.settings.get("precision", "full"),
-            progress=partial(told, number),
+            progress=partial(told, WAYS.index(way)),
         )  # fmt: skip
-    predictions = tuple(found)
+
+    predictions, refused = predict_ways(WAYS, predict)
     notes = [
-        "here the loss head is not divided into chunks, and the batch not split; a plan (memfit plan --devices) may do both"
+        "here the loss head is not divided into chunks, and the batch not split; a plan (memfit plan --devices) may do both",
+        *refused,
     ]
     if weights_bytes > budget_bytes:
         notes.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memfit import api
-from memfit.clusters import RECOMPUTED, ClusterPrediction, predict_cluster
+from memfit.clusters import RECOMPUTED, ClusterPrediction, predict_cluster, predict_ways
 from memfit.devices import share_of
 from memfit.errors import ConfigError
 from memfit.hardware.machine import known_machine
@@ -125,9 +125,11 @@ def predict_few_blocks(
 ) -> tuple[tuple[ClusterPrediction, ...], str, int]:
     """Steps on many devices, of each way to share them out, from captures of a few of the model's blocks; the devices, in words; the bytes that each may hold.
 
+    A way that the model does not allow is left out, with a note.
+
     Raises:
         ConfigError: the configuration names no devices.
-        InputError: as for `predict_cluster`.
+        CaptureError, InputError: as for `predict_ways`.
     """
     if config.fit.devices is None:
         raise ConfigError("--few-blocks is of several devices: name them, --devices 64x8xh100")
@@ -142,16 +144,20 @@ def predict_few_blocks(
     budget_bytes = machine.memory_bytes if config.fit.budget is None else share_of(several, config.fit.budget)
     halves = [name for name in ("bf16", "fp16") if name in config.fit.allow]
     sample = assembly.batches.of_rank(0, len(several.devices)).sample()
-    found: list[ClusterPrediction] = []
-    for way in (asked,) if asked else WAYS:
-        found += predict_cluster(
+
+    def predict(way: str) -> tuple[ClusterPrediction, ...]:
+        return predict_cluster(
             assembly.model, sample, assembly.loss_fn, devices=several, optimizer=assembly.optimizer, way=way,
             recompute=tuple(RECOMPUTED), micro_batches=int(config.fit.fixed.get("micro_batches", 1)),
             precision=halves[0] if halves else "full", clip_norm=config.fit.clip_norm, device=device, progress=display.stage,
         )  # fmt: skip
+
+    found, refused = predict_ways((asked,) if asked else WAYS, predict)
+    for why in refused:
+        display.note(why)
     nodes = several.nodes
     where = f" in {len(nodes.sizes)} nodes" if nodes is not None and len(nodes.sizes) > 1 else ""
-    return tuple(found), f"{len(several.devices)} {machine.name}{where}", budget_bytes
+    return found, f"{len(several.devices)} {machine.name}{where}", budget_bytes
 
 
 def make_largest(config: Config, assembly: Assembly, device: str | None, display: Display, what: str) -> Largest:

@@ -8,12 +8,14 @@ further step is taken.
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
+from memfit import dispatch
 from memfit.batches import LossFunction
 from memfit.engine.interrupts import interrupts_wait
 from memfit.engine.new_paths import NewPathError
@@ -127,15 +129,17 @@ class Transactions:
 
     @contextmanager
     def updating(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
-        """An update of these tensors happens inside."""
-        before = [tensor._version for tensor in written]
+        """An update of these tensors happens inside, which may put others in their place: those go as they would in plain PyTorch."""
+        before = [(weakref.ref(tensor), dispatch.version_of(tensor)) for tensor in written]
+        del written
         with interrupts_wait():
             try:
                 yield
             except NonFiniteLossError:
                 raise  # noticed before an update or in place of one; fused optimizers count a skipped step as a write
             except BaseException as error:
-                if any(tensor._version != version for tensor, version in zip(written, before, strict=True)):
+                now = ((reference(), version) for reference, version in before)
+                if any(tensor is None or dispatch.version_of(tensor) != version for tensor, version in now):
                     raise self.failed_half_way(error) from error
                 raise
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from memfit import batches, dispatch
 from memfit.batches import Batch
@@ -266,12 +267,13 @@ def _unchanged(engine: Engine, modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _set_from_file(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Put back state that is mapped from a file which is about to go: torch adopts such tensors, and the blocks of the file would stay."""
-    mapped = {_address(value) for state in saved["state"].values() for value in state.values()} - {None}
+    mapped = {_address(value) for value in pytree.tree_leaves(saved["state"])} - {None}
     set_optimizer(optimizer, saved)
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if _address(value) in mapped:
-                state[name] = value.clone()
+    for owner, state in optimizer.state.items():
+        if any(_address(value) in mapped for value in pytree.tree_leaves(state)):
+            optimizer.state[owner] = pytree.tree_map(
+                lambda value: value.clone() if _address(value) in mapped else value, state
+            )
 
 
 def _address(value: Any) -> int | None:

@@ -1,13 +1,16 @@
-"""Optimizers of other people: they put new tensors in place of their state."""
+"""Optimizers of other people: they put new tensors in place of their state, and keep more than tensors in it."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import memfit
 from memfit.errors import EngineError
@@ -84,3 +87,50 @@ def test_an_update_that_has_replaced_state_alone_has_begun() -> None:
     engine.optimizer.fails = True
     with pytest.raises(EngineError, match="failed half way"):
         engine.step(batch)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a count beside the states of parameters, and of each parameter the last gradients in a queue and their mean in float64 in a list."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.state["steps"] = 0  # type: ignore[index, assignment]
+        self.state["of all"] = {"norm": torch.zeros(3)}  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        self.state["steps"] += 1  # type: ignore[index, operator]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["last"], state["mean"] = deque(maxlen=2), [torch.zeros_like(parameter, dtype=torch.float64)]
+                state["last"].append(parameter.grad.clone())
+                state["mean"][0] += parameter.grad
+                self.state["of all"]["norm"] += parameter.grad.norm()  # type: ignore[index]
+                parameter.sub_(group["lr"] * (sum(state["last"]) + state["mean"][0] / self.state["steps"]))  # type: ignore[index]
+
+
+def test_a_rehearsal_leaves_whatever_an_optimizer_keeps_as_it_was() -> None:
+    batch = rows(8)
+    optimizers: list[Any] = []
+    models: list[nn.Module] = []
+    for rehearses in (False, True):
+        models.append(chain())
+        optimizers.append(Counting(models[-1].parameters()))
+        for step in range(6):
+            if rehearses and step in {0, 3}:  # before the first update there is the count alone
+                memfit.fit(models[-1], batch, squared_error, "1GiB", optimizers[-1])
+            squared_error(models[-1], batch).backward()  # type: ignore[no-untyped-call]
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+    plain, ours = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    assert ours.keys() == plain.keys()
+    for key, state in plain.items():
+        (a, structure), (b, other) = pytree.tree_flatten(state), pytree.tree_flatten(ours[key])
+        assert structure == other  # the queue with its length
+        assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True))
+        assert [getattr(x, "dtype", None) for x in a] == [getattr(y, "dtype", None) for y in b]
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert "memfit-rehearsal-" not in Path("/proc/self/maps").read_text(encoding="utf-8")

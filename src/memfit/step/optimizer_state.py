@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 def set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -19,16 +20,22 @@ def set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
     # torch casts state to the parameter's type; what was saved in another (8-bit state, float32 for bfloat16 parameters) goes
-    # back as it was.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, state in saved["state"].items():
-        there = optimizer.state.get(parameters[index], {})
-        for name, value in state.items():
-            now = there.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(now, torch.Tensor)
-                and now.dtype != value.dtype
-                and now.shape == value.shape
-            ):
-                there[name] = value.to(now.device)
+    # back as it was. Containers are those that were saved: torch makes a queue of limited length anew without the limit.
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    for key, state in saved["state"].items():
+        owner = parameters.get(key, key)  # some keep what is of no parameter beside the states of these, under a name
+        (values, structure), (present, made) = (
+            pytree.tree_flatten(state),
+            pytree.tree_flatten(optimizer.state.get(owner)),
+        )
+        if len(values) == len(present):  # else the optimizer keeps it in a form of its own
+            back = list(map(_as_saved, values, present))
+            if structure != made or any(a is not b for a, b in zip(back, present, strict=True)):
+                optimizer.state[owner] = pytree.tree_unflatten(back, structure)
+
+
+def _as_saved(value: Any, present: Any) -> Any:
+    """What torch has put back, in the type in which it was saved."""
+    both = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)
+    cast = both and value.dtype != present.dtype and value.shape == present.shape
+    return value.to(present.device) if cast else present

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -472,6 +473,28 @@ def ensemble(model: nn.Module, x: Tensor) -> Tensor:
 def test_what_torch_runs_under_no_hooks_is_refused_in_a_sentence() -> None:
     with pytest.raises(memfit.InputError, match="uses torch.func.grad, vjp, jacrev or hessian, which PyTorch runs"):
         memfit.plan(layers(2).eval(), rows(), jacobian, 1 << 50)
+
+
+class Biased(Tensor):
+    """A class of tensors."""
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: Biased(WIDTH), lambda: Biased([1.0] * WIDTH), lambda: causal_lower_right(WIDTH, WIDTH)]
+)
+def test_a_class_of_tensors_that_is_called_is_refused_in_a_sentence(made: Callable[[], Tensor]) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return squares(model, x) + 0 * made().shape[0]
+
+    with pytest.raises(memfit.InputError, match="calls a subclass of torch.Tensor to make a tensor"):
+        memfit.plan(layers(2), rows(), loss_of, 1 << 50)
+
+
+def test_a_class_of_tensors_that_is_not_called_is_planned_for() -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return squares(model, x) * torch.ones(1).as_subclass(Biased).as_subclass(Tensor).sum()
+
+    assert memfit.plan(layers(2), rows(), loss_of, 1 << 50).prediction.peak_bytes
 
 
 @pytest.mark.measured_seconds

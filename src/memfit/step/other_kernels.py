@@ -36,6 +36,11 @@ _FUNC: Final = (
     "the step uses torch.func.grad, vjp, jacrev or hessian, which PyTorch runs under no saved-tensor hooks, and by these memfit sees what autograd keeps: take "
     "torch.autograd.grad(..., create_graph=True), or torch.autograd.functional.jacobian and hessian, in its place"
 )
+_SUBCLASS: Final = (
+    "the step calls a subclass of torch.Tensor to make a tensor (torch.nn.attention.bias.causal_lower_right does), which PyTorch cannot where a dispatch mode "
+    "sees its operations, and by that memfit sees them: take is_causal=True or a mask of booleans for attention, and tensor.as_subclass(...) for classes of "
+    "your own"
+)
 
 
 def compiled(what: str) -> InputError:
@@ -195,7 +200,7 @@ def run_as_written() -> Iterator[bool]:
 
 
 def explained(error: BaseException, *, on_gpu: bool) -> InputError | None:
-    """What to say of an error that a capture ended with inside a kernel that is not PyTorch's own, or in `torch.func`; None for any other.
+    """What to say of an error that a capture ended with: in another's kernel, in `torch.func`, or for a class of tensors; None for any other.
 
     Args:
         error: that was raised.
@@ -207,6 +212,8 @@ def explained(error: BaseException, *, on_gpu: bool) -> InputError | None:
             return None
         if "torch.func" in str(found) and "saved tensor hooks" in str(found):
             return InputError(_FUNC)
+        if "Creating a new Tensor subclass" in str(found):
+            return InputError(_SUBCLASS)
         traceback = found.__traceback__
         while traceback is not None:
             file = PurePath(traceback.tb_frame.f_code.co_filename)

@@ -134,3 +134,47 @@ def test_a_rehearsal_leaves_whatever_an_optimizer_keeps_as_it_was() -> None:
         assert [getattr(x, "dtype", None) for x in a] == [getattr(y, "dtype", None) for y in b]
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
     assert "memfit-rehearsal-" not in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+class Decomposing(torch.optim.Optimizer):
+    """Takes the singular vectors of each gradient now and then, in the first update first, as GaLore does.
+
+    Args:
+        parameters: to update.
+        every: so many updates.
+    """
+
+    def __init__(self, parameters: Parameters, every: int = 200) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.every = every
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                state["step"] = state.get("step", -1) + 1
+                if gradient.dim() == 2 and state["step"] % self.every == 0:
+                    left, sizes, right = torch.linalg.svd(gradient.double())
+                    state["left"] = left[:, :4].float().contiguous()
+                    del left, sizes, right
+                parameter.sub_(
+                    group["lr"] * (state["left"] @ (state["left"].T @ gradient) if "left" in state else gradient)
+                )
+
+
+def test_a_first_update_that_takes_more_than_the_next_is_measured_by_fit() -> None:
+    batch = rows(8)
+    plan = memfit.plan(chain(), batch, squared_error, 1 << 40, Decomposing)
+    engine = memfit.apply(plan, chain(), squared_error, Decomposing)
+    first, second = (engine.step(batch, meter=True).peak_bytes or 0 for _ in range(2))
+    assert first > second == plan.prediction.peak_bytes
+    with pytest.raises(memfit.InfeasibleError, match="the rehearsal measured a peak of") as told:
+        memfit.fit(chain(), batch, squared_error, second, Decomposing)
+    assert told.value.minimum_bytes is not None
+    assert first <= told.value.minimum_bytes <= 1.01 * first
+    engine = memfit.fit(chain(), batch, squared_error, told.value.minimum_bytes, Decomposing)
+    assert engine.rehearsal is not None
+    assert engine.rehearsal.measured_peak_bytes == first
+    assert engine.step(batch, meter=True).peak_bytes == first

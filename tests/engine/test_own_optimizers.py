@@ -1,9 +1,10 @@
-"""Optimizers of other people: they put new tensors in place of their state, and keep more than tensors in it."""
+"""Optimizers of other people: they put new tensors in place of their state, keep more than tensors in it, and do more in some updates than in others."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain as chain_of
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import memfit
 from memfit.errors import EngineError
+from memfit.meter import metered
 from small import chain, rows, squared_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -178,3 +180,50 @@ def test_a_first_update_that_takes_more_than_the_next_is_measured_by_fit() -> No
     assert engine.rehearsal is not None
     assert engine.rehearsal.measured_peak_bytes == first
     assert engine.step(batch, meter=True).peak_bytes == first
+
+
+class Factor:
+    """An object in the state, as pytorch_optimizer's Shampoo has it."""
+
+    def __init__(self, size: int) -> None:
+        self.statistics = [torch.zeros(size, size)]
+
+
+class WithObjects(torch.optim.Optimizer):
+    """Keeps statistics in an object, and the last gradients in a queue whose first alone is read."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["factor"] = Factor(len(parameter))
+                    state["last"] = deque((torch.zeros_like(parameter) for _ in range(3)), maxlen=3)
+                state["last"].append(parameter.grad.clone())
+                gradient = parameter.grad.reshape(len(parameter), -1)
+                state["factor"].statistics[0].addmm_(gradient, gradient.T)
+                parameter.sub_(group["lr"] * state["last"][0])
+
+
+@pytest.mark.parametrize("samples", [8, 512])
+def test_state_in_objects_and_queues_counts(samples: int) -> None:
+    batch, model = rows(samples), chain()
+    optimizer = WithObjects(model.parameters())
+    made = memfit.plan(model, batch, squared_error, 1 << 40, WithObjects, fixed={"micro_batches": 1})
+    for _ in range(2):
+        squared_error(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    state = (t for each in optimizer.state.values() for t in (*each["last"], *each["factor"].statistics))
+    with metered(chain_of(model.parameters(), batch, state)) as plain:
+        loss = squared_error(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    engine = memfit.apply(made, chain(), squared_error, WithObjects)
+    peaks = [engine.step(batch, meter=True).peak_bytes for _ in range(3)]
+    assert peaks[-1] == made.prediction.peak_bytes == plain.peak_bytes

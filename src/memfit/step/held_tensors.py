@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,10 +66,15 @@ def model_tensors(model: torch.nn.Module, *, hidden: bool = True) -> list[torch.
 
 
 def hung_on(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors in the attributes of a parameter, and in those of objects among them: bitsandbytes keeps the scales of a packed weight so (`quant_state`)."""
+    """Tensors in the attributes of a parameter: bitsandbytes keeps the scales of a packed weight so (`quant_state`)."""
+    return tensors_within(vars(parameter).values())
+
+
+def tensors_within(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Tensors among these, in containers among them and in the attributes of objects, in order; not what modules hold, nor what memfit's own objects do."""
     found: list[torch.Tensor] = []
     seen: set[int] = set()
-    waiting = list(vars(parameter).values())
+    waiting = list(values)[::-1]
     while waiting:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
@@ -76,8 +82,12 @@ def hung_on(parameter: torch.Tensor) -> list[torch.Tensor]:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-        elif not callable(value) and isinstance(getattr(value, "__dict__", None), dict):
-            waiting += vars(value).values()
+        elif isinstance(value, (list, tuple, set, deque)):
+            waiting += list(value)[::-1]
+        elif isinstance(value, Mapping):
+            waiting += list(value.values())[::-1]
+        elif not (callable(value) or type(value).__module__.startswith("memfit.")) and isinstance(
+            getattr(value, "__dict__", None), dict
+        ):
+            waiting += list(vars(value).values())[::-1]
     return found

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
-from memfit.dispatch import tensors_in
 from memfit.errors import NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
+from memfit.step.held_tensors import tensors_within
 from memfit.step.loss_value import LossValue
 from memfit.step.modules import forget_modules, let_go_of_gradients
 from memfit.techniques.autocast.precision import Scaling
@@ -39,10 +39,10 @@ def own_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimi
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors an optimizer keeps from step to step, those in lists and dictionaries of its state too (Shampoo's); none before its first step."""
+    """The tensors an optimizer keeps from step to step, those in containers and objects of its state too (Shampoo's); none before its first step."""
     own = own_optimizer(optimizer)
     assert own is not None
-    return [tensor for kept in own.state.values() for tensor in tensors_in(kept)]
+    return tensors_within(own.state.values())
 
 
 @dataclass(slots=True)

@@ -112,6 +112,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_wrapper(kind: type) -> bool:
+    """Whether a class of tensors is one that wraps others, and runs operations on them in place of those on it."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written; 0 of one made in inference mode, whose writes nobody counts."""
     return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - the count of writes has no public name
@@ -123,12 +128,14 @@ def is_sparse(tensor: torch.Tensor) -> bool:
 
 
 def laid_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors with a storage each, in which all of a tensor's bytes lie: itself, or what a sparse or a nested one is made of; none of an opaque one."""
+    """Tensors with a storage each, in which all of a tensor's bytes lie: itself, or what a sparse one or a wrapper is made of; none of an opaque one."""
+    if is_traceable_wrapper_subclass(
+        tensor
+    ):  # nested ones are, and torchao's 8-bit state, which says that it is as large as in 32 bits
+        inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return tuple(storage for part in inside for storage in laid_in(part))
     if has_storage(tensor):
         return (tensor,)
-    if tensor.is_nested and is_traceable_wrapper_subclass(tensor):
-        inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return tuple(part for part in inside if has_storage(part))
     names = _SPARSE_PARTS.get(tensor.layout, ())
     with torch.no_grad(), _disable_current_modes():  # a fake mode would show other storages
         parts = tuple(getattr(tensor, name)() for name in names)

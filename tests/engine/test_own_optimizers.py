@@ -227,3 +227,72 @@ def test_state_in_objects_and_queues_counts(samples: int) -> None:
     engine = memfit.apply(made, chain(), squared_error, WithObjects)
     peaks = [engine.step(batch, meter=True).peak_bytes for _ in range(3)]
     assert peaks[-1] == made.prediction.peak_bytes == plain.peak_bytes
+
+
+class Narrow(Tensor):
+    """Says that it is of float32 and keeps float16, as torchao's 8-bit state does with codes and scales."""
+
+    @staticmethod
+    def __new__(cls: type[Narrow], kept: Tensor) -> Narrow:  # noqa: PYI034 - of this class
+        made: Narrow = Tensor._make_wrapper_subclass(cls, kept.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["kept"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> Narrow:
+        return cls(inner["kept"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        del types
+        if func is torch.ops.aten.copy_.default:
+            args[0].kept.copy_(args[1])
+            return args[0]
+        args, kwargs = pytree.tree_map_only(Narrow, lambda x: x.kept.float(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class WithNarrowState(torch.optim.Optimizer):
+    """A moving average in a class of tensors that wraps another."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = Narrow(torch.zeros_like(parameter, dtype=torch.float16))
+                average = torch.lerp(state["average"], parameter.grad, 0.1)
+                state["average"].copy_(average)
+                parameter.sub_(average, alpha=group["lr"])
+                del average
+
+
+@pytest.mark.parametrize("samples", [8, 512])
+def test_state_that_wraps_other_tensors_counts_as_these(samples: int) -> None:
+    batch, model = rows(samples), chain()
+    optimizer = WithNarrowState(model.parameters())
+    made = memfit.plan(model, batch, squared_error, 1 << 40, WithNarrowState, fixed={"micro_batches": 1})
+    for _ in range(2):
+        squared_error(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    state = (each["average"].kept for each in optimizer.state.values())
+    with metered(chain_of(model.parameters(), batch, state)) as plain:
+        loss = squared_error(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    fitted = chain()
+    engine = memfit.apply(made, fitted, squared_error, WithNarrowState)
+    peaks = [engine.step(batch, meter=True).peak_bytes for _ in range(3)]
+    assert peaks[-1] == made.prediction.peak_bytes == plain.peak_bytes
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fitted.parameters(), strict=True))

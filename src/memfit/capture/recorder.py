@@ -219,6 +219,8 @@ class Recorder(dispatch.DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation and note what it reads, writes and makes."""
+        if self.phase is Phase.OPTIMIZER and any(map(dispatch.is_wrapper, types)):
+            return NotImplemented  # its class runs others in its place, on what it wraps
         with (
             torch._C.DisableTorchFunction()
         ):  # a mode for functions (`CudaKernels`) would be asked about every look at a shape

@@ -575,3 +575,56 @@ def test_a_step_that_fails_draws_the_same_numbers_again() -> None:
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
     assert after == before
     assert model.forwards == 0
+
+
+class InitialisedByData(nn.Module):
+    """A layer of Glow: its first forward sets its parameters by the batch, and notes in a buffer that it has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift, self.log_scale = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Tanh())
+        self.register_buffer("done", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.done:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.log_scale.copy_(-x.std(0).log())
+                self.done.fill_(True)
+        x = (x + self.shift) * self.log_scale.exp()
+        found: Tensor = x + self.inner(x)
+        return found
+
+
+@pytest.mark.parametrize("flows", [1, 4])
+def test_steps_after_one_that_sets_parameters_by_its_batch_are_as_planned(flows: int) -> None:
+    """The plan for that step was tried first in all later ones, which left it and were not begun anew, as its forward writes parameters."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(InitialisedByData(32) for _ in range(flows)))
+
+    def squares(model: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = model(x).square().mean()
+        return found
+
+    x = 3 * torch.randn(256, 32, generator=torch.Generator().manual_seed(1)) + 1
+    plain = memfit.plan(build(), x, squares, 1 << 40, small.adamw, fixed={"micro_batches": 1})
+    made = memfit.replan(plain, memfit.smallest_budget(plain))
+    model, reference = build(), build()
+    engine = memfit.apply(made, model, squares, small.adamw)
+    optimizer = small.adamw(reference.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the step that is begun anew
+        records = [engine.step(x, meter=True) for _ in range(4)]
+    for record in records:
+        loss = squares(reference, x)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert record.loss == loss.item()
+        assert (record.peak_bytes or 0) <= made.budget_bytes
+        assert not record.divergences
+    assert not any(record.begun_anew for record in records[1:])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))

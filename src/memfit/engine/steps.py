@@ -82,6 +82,10 @@ class Steps:
         left: list[Plan] = []
         ended_bytes = 0  # the largest peak of a forward that was ended
         looks = 0
+        if learner is not None and not learner.can_begin_anew(
+            plan
+        ):  # forward would not be ended where it leaves that plan: one is tried where it is
+            plan = next((each for each in self._plans.of(signature) if learner.can_begin_anew(each)), plan)
         while True:
             others = self._others(signature, (plan, *left))
             may_end = looks < MOST_LOOKS_IN_A_STEP
@@ -107,7 +111,10 @@ class Steps:
             plan = others[0] if others else plan
             self._history.tell_divergence(begun_anew[-1], begun_anew=True, stacklevel=4)
         self._plans.step_taken(signature)
-        self._plans.was_right(signature, plan)
+        if not record.divergences:
+            self._plans.was_right(signature, plan)
+        elif watch is None and others:  # it may well be the next best's path
+            self._plans.was_right(signature, others[0])
         self._planned_anew += looks > 0
         if begun_anew:
             record = self._history.began_anew(tuple(begun_anew), ended_bytes)

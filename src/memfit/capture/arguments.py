@@ -201,9 +201,10 @@ class _Arguments:
         """What a description says, in lists and tuples, too."""
         if isinstance(value, TensorSpec):
             offset = value.offset - self.start[value.place] // value.dtype.itemsize
-            return torch.empty(0, dtype=value.dtype, device=self.where[value.place]).set_(
+            made = torch.empty(0, dtype=value.dtype, device=self.where[value.place]).set_(
                 self.storages[value.place], offset, value.shape, value.stride
             )
+            return made.conj() if value.conjugated else made
         if isinstance(value, StorageSpec):
             there = self.device if value.device == self.device.type else "cpu"
             return torch.UntypedStorage(value.bytes, device=there)

@@ -31,6 +31,7 @@ class TensorSpec:
         storage_bytes: of the whole storage it lies in.
         place: which of the call's distinct storages that is.
         device: type of the device it is on: a step on a GPU has small tensors on the CPU, too.
+        conjugated: marked so and not computed yet, which many operations do first, in a copy.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class TensorSpec:
     storage_bytes: int
     place: int
     device: str = "cpu"
+    conjugated: bool = False
 
     @property
     def extent(self) -> int:
@@ -125,6 +127,7 @@ def describe(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 value.untyped_storage().nbytes(),
                 place,
                 value.device.type,
+                value.is_conj(),
             )
         if isinstance(value, (list, tuple)):
             return (
@@ -138,6 +141,7 @@ def describe(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if isinstance(value, TensorSpec):
             # The offset is left out: where in its storage a tensor starts does not change what an operation costs.
             where = "" if value.device == "cpu" else f"{value.device}:"
+            where += "conjugated:" if value.conjugated else ""
             return f"{where}{str(value.dtype)[6:]}{list(value.shape)}/{list(value.stride)}@{value.place}"
         if isinstance(value, (list, tuple)):
             return f"({','.join(name(item) for item in value)})"

@@ -184,6 +184,7 @@ def _scaled_call(a: CallSpec, b: CallSpec, target: int) -> CallSpec:
                 at(x.storage_bytes, y.storage_bytes),
                 x.place,
                 x.device,
+                x.conjugated,
             )
         if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)) and len(x) == len(y):
             return type(x)(at(p, q) for p, q in zip(x, y, strict=True))

@@ -129,9 +129,8 @@ def is_sparse(tensor: torch.Tensor) -> bool:
 
 def laid_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors with a storage each, in which all of a tensor's bytes lie: itself, or what a sparse one or a wrapper is made of; none of an opaque one."""
-    if is_traceable_wrapper_subclass(
-        tensor
-    ):  # nested ones are, and torchao's 8-bit state, which says that it is as large as in 32 bits
+    # Nested ones are wrappers, and torchao's 8-bit state, which says that it is as large as in 32 bits.
+    if is_traceable_wrapper_subclass(tensor):
         inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return tuple(storage for part in inside for storage in laid_in(part))
     if has_storage(tensor):

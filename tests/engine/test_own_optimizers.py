@@ -210,23 +210,30 @@ class WithObjects(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * state["last"][0])
 
 
-@pytest.mark.parametrize("samples", [8, 512])
-def test_state_in_objects_and_queues_counts(samples: int) -> None:
+def check_counted(kind: Any, samples: int, tensors_of: Callable[[Any], Iterable[Tensor]]) -> None:
+    """The peak with this optimizer is predicted, and that of plain PyTorch; so are the parameters. `tensors_of` is of a parameter's state."""
     batch, model = rows(samples), chain()
-    optimizer = WithObjects(model.parameters())
-    made = memfit.plan(model, batch, squared_error, 1 << 40, WithObjects, fixed={"micro_batches": 1})
+    optimizer = kind(model.parameters())
+    made = memfit.plan(model, batch, squared_error, 1 << 40, kind, fixed={"micro_batches": 1})
     for _ in range(2):
         squared_error(model, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-    state = (t for each in optimizer.state.values() for t in (*each["last"], *each["factor"].statistics))
+    state = (tensor for each in optimizer.state.values() for tensor in tensors_of(each))
     with metered(chain_of(model.parameters(), batch, state)) as plain:
         loss = squared_error(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    engine = memfit.apply(made, chain(), squared_error, WithObjects)
+    fitted = chain()
+    engine = memfit.apply(made, fitted, squared_error, kind)
     peaks = [engine.step(batch, meter=True).peak_bytes for _ in range(3)]
     assert peaks[-1] == made.prediction.peak_bytes == plain.peak_bytes
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fitted.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("samples", [8, 512])
+def test_state_in_objects_and_queues_counts(samples: int) -> None:
+    check_counted(WithObjects, samples, lambda state: (*state["last"], *state["factor"].statistics))
 
 
 class Narrow(Tensor):
@@ -279,20 +286,4 @@ class WithNarrowState(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("samples", [8, 512])
 def test_state_that_wraps_other_tensors_counts_as_these(samples: int) -> None:
-    batch, model = rows(samples), chain()
-    optimizer = WithNarrowState(model.parameters())
-    made = memfit.plan(model, batch, squared_error, 1 << 40, WithNarrowState, fixed={"micro_batches": 1})
-    for _ in range(2):
-        squared_error(model, batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    state = (each["average"].kept for each in optimizer.state.values())
-    with metered(chain_of(model.parameters(), batch, state)) as plain:
-        loss = squared_error(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    fitted = chain()
-    engine = memfit.apply(made, fitted, squared_error, WithNarrowState)
-    peaks = [engine.step(batch, meter=True).peak_bytes for _ in range(3)]
-    assert peaks[-1] == made.prediction.peak_bytes == plain.peak_bytes
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fitted.parameters(), strict=True))
+    check_counted(WithNarrowState, samples, lambda state: (state["average"].kept,))

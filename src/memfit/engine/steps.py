@@ -82,9 +82,8 @@ class Steps:
         left: list[Plan] = []
         ended_bytes = 0  # the largest peak of a forward that was ended
         looks = 0
-        if learner is not None and not learner.can_begin_anew(
-            plan
-        ):  # forward would not be ended where it leaves that plan: one is tried where it is
+        # Forward would not be ended where it leaves such a plan: one is tried under which it is.
+        if learner is not None and not learner.can_begin_anew(plan):
             plan = next((each for each in self._plans.of(signature) if learner.can_begin_anew(each)), plan)
         while True:
             others = self._others(signature, (plan, *left))

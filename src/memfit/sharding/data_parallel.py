@@ -18,9 +18,8 @@ from memfit.errors import CaptureError, EngineError
 from memfit.sharding.sharded import OptimizerFactory, ShardedModel
 from memfit.sharding.state_sharding import sharded_state, stepped
 
-_WITHOUT: Final = re.compile(
-    r"did not receive grad for rank \d+: ([\d ]+)"
-)  # numbers among the parameters that are trained
+# Numbers among the parameters that are trained.
+_WITHOUT: Final = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class DataParallel(ShardedModel):

@@ -36,9 +36,9 @@ from memfit.step.arranging import arranged
 from memfit.step.device import device_of
 from memfit.step.given import (
     check_model,
-    check_optimizer,
     check_trains,
     loss_function,
+    made_optimizer,
     optimizer_factory,
     refuse_made_optimizer,
 )
@@ -143,8 +143,7 @@ def apply(
 
             chosen = sharded.optimizer(chosen, same)
     elif chosen is not None and not isinstance(chosen, torch.optim.Optimizer):
-        chosen = chosen([p for p in model.parameters() if p.requires_grad])
-        check_optimizer(chosen)
+        chosen = made_optimizer(chosen, [p for p in model.parameters() if p.requires_grad])
     if chosen is not None and sharded is None:
         chosen = arranged(chosen, plan.choices, model, lower_tier)
     stream: LayerStream | None = None

@@ -23,7 +23,7 @@ from memfit.planner.timeline import Timeline
 from memfit.planning import Planning
 from memfit.sharding.by_rows import check_by_rows
 from memfit.sharding.roles import roles_of
-from memfit.step.given import check_closure, check_optimizer
+from memfit.step.given import check_closure, made_optimizer
 from memfit.step.program import OptimizerFactory
 from memfit.techniques.choices import Choices
 from memfit.techniques.conversions import conversion_of
@@ -228,9 +228,7 @@ def _made(model: nn.Module, make_optimizer: OptimizerFactory | None, freeze: Seq
             raise InputError(
                 "no parameter of the model is trained, as none requires gradients: call requires_grad_(True) on what is to be trained, or freeze less"
             )
-        made = make_optimizer(trained)
-    check_optimizer(made)
-    return made
+        return made_optimizer(make_optimizer, trained)
 
 
 def _techniques(fixed: Mapping[str, Any]) -> dict[str, Any]:

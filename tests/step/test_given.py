@@ -112,6 +112,8 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
         ({"optimizer": "paged_adamw_8bit"}, r"write optimizer=\"AdamW\", allow=\[\"8bit\"\]"),
         ({"optimizer": "shampoo"}, "none of this name; any other is given by a function"),
         ({"optimizer": torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(classifier().parameters()))}, r"a schedule \(ConstantLR\): give its optimizer"),
+        ({"optimizer": lambda: torch.optim.SGD([], 0.1)}, r"optimizer takes \(\), and it is called with the parameters: write optimizer=lambda parameters"),
+        ({"optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1)}, r"asks them for \.parameters, as if they were the model: write optimizer=lambda"),
         ({"optimizer": lambda p: [torch.optim.SGD(p), torch.optim.SGD(p)]}, "optimizer gave a list of 2"),
         ({"model": [classifier(), classifier()]}, "the model is a list of 2, and a step trains one: .* plan each of them on its own"),
         ({"model": nn.Linear}, r"the model is the class Linear: give a module, made by Linear\(\.\.\.\)"),

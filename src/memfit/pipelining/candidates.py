@@ -8,7 +8,7 @@ from typing import Any, Final
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import InputError
 from memfit.planner.candidates import candidates, offers_to
-from memfit.step.given import check_closure, check_optimizer
+from memfit.step.given import check_closure, made_optimizer
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.registry import ALLOWED, BY_NAME
@@ -52,8 +52,7 @@ def candidates_for_stages(source: TraceSource, request: Request) -> tuple[tuple[
     with frozen(source.model, request.freeze):
         made = None
         if source.optimizer is not None:
-            made = source.optimizer([p for p in source.model.parameters() if p.requires_grad])
-            check_optimizer(made)
+            made = made_optimizer(source.optimizer, [p for p in source.model.parameters() if p.requires_grad])
             check_closure(made)
         subject = Subject(source.model, made, fixed, device_kind=source.machine.kind)
         offers = offers_to(subject, tuple(IN_STAGES))

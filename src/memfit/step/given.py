@@ -73,23 +73,25 @@ def loss_function(given: Any) -> LossFunction | None:
         raise InputError(
             f"loss_fn={given!r} is no function: write loss_fn=lambda model, batch: ..., which returns the scalar loss"
         )
-    _check_arguments(given)
-    return given  # type: ignore[no-any-return]
-
-
-def _check_arguments(given: Any) -> None:
-    """Check that a loss function can be called with a model and a batch."""
-    try:
-        signature = inspect.signature(given)
-    except (TypeError, ValueError):  # of what is written in C there may be none
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError:
+    if (signature := _takes_not(given, 2)) is not None:
         raise InputError(
             f"loss_fn takes {signature}, and it is called with the model and the whole batch: write loss_fn=lambda model, batch: ..., which takes the batch "
             "apart"
-        ) from None
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def _takes_not(given: Any, number: int) -> inspect.Signature | None:
+    """What a function takes that cannot be called with so many arguments; None where it can."""
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # of what is written in C there may be none
+        return None
+    try:
+        signature.bind(*(None for _ in range(number)))
+    except TypeError:
+        return signature
+    return None
 
 
 def _of_torch(given: Any) -> bool:
@@ -125,6 +127,10 @@ def optimizer_factory(given: Any, model: nn.Module) -> OptimizerFactory | None:
     if not callable(given):
         raise InputError(
             f"optimizer={given!r}: write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+        )
+    if (signature := _takes_not(given, 1)) is not None:
+        raise InputError(
+            f"optimizer takes {signature}, and it is called with the parameters: write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
         )
     return given  # type: ignore[no-any-return]
 
@@ -222,16 +228,26 @@ def check_sample(sample: Any) -> None:
         raise BatchError("the batch holds no samples: give one of the largest shape that will come")
 
 
-def check_optimizer(made: Any) -> None:
-    """Check that what a factory made is one optimizer.
+def made_optimizer(make: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """What a factory makes of these parameters: one optimizer.
 
     Raises:
-        InputError: it is something else, or nothing: a `return` was forgotten.
+        InputError: it is something else, or nothing (a `return` was forgotten), or the factory takes the parameters for the model.
     """
+    try:
+        made: Any = make(parameters)
+    except AttributeError as error:
+        if error.obj is not parameters:
+            raise
+        raise InputError(
+            f"optimizer is called with the parameters, and asks them for .{error.name}, as if they were the model: write "
+            "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+        ) from error
     if not hasattr(made, "param_groups"):
         raise InputError(
             f"optimizer gave {_form(made)}: it has to return one torch.optim.Optimizer over the parameters that it is given; several are planned one by one"
         )
+    return made  # type: ignore[no-any-return]
 
 
 def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -146,7 +146,8 @@ def _planned(
     loader_batches: int = 1,
 ) -> tuple[Plan, Batch]:
     """The plan, and the batch that it is for: one of the loader's where a step takes several."""
-    if sharding := request.fixed.get("sharding"):
+    sharding = request.fixed.get("sharding")
+    if sharding and "/" not in str(sharding):  # "zero3/2" says among how many
         raise InputError(
             f'fixed sharding={sharding!r} shares a step out among several devices, and there is one: name them, such as devices="4x24GiB", or leave it out'
         )

@@ -132,7 +132,8 @@ def laid_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     # Nested ones are wrappers, and torchao's 8-bit state, which says that it is as large as in 32 bits.
     if is_traceable_wrapper_subclass(tensor):
         inside = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return tuple(storage for part in inside for storage in laid_in(part))
+        # A sharded one names its mesh, too.
+        return tuple(storage for part in inside if isinstance(part, torch.Tensor) for storage in laid_in(part))
     if has_storage(tensor):
         return (tensor,)
     names = _SPARSE_PARTS.get(tensor.layout, ())

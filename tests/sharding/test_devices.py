@@ -264,12 +264,14 @@ def test_a_name_that_no_way_knows_is_told_once(named: dict[str, Any], told: str)
 def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
     with pytest.raises(memfit.InputError, match="devices names one device"):
         planned("1x1GiB")
-    for sharding in ("zero3", "1f1b/2x2", "data"):
+    for sharding in ("zero3", "1f1b", "data"):
         with pytest.raises(
             memfit.InputError,
             match=f"fixed sharding='{sharding}' shares a step out among several devices, and there is one",
         ):
             planned(1, fixed={"sharding": sharding})
+    with pytest.raises(memfit.InputError, match="is a pipeline, which is planned for devices that are named"):
+        planned(1, fixed={"sharding": "1f1b/2x2"})
     with pytest.raises(memfit.InputError, match="it deals out equal parts, and these devices are not alike"):
         planned(Topology((HERE, known_machine("h100"))), fixed={"sharding": "zero2"})
     with pytest.raises(memfit.InputError, match="is a share, and the devices have from"):

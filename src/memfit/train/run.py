@@ -162,11 +162,10 @@ def resume(
         plan = plan or begun.plan(config, display)
         check_budget(config, plan)
         assembly = assembled(config, display)
-        if (
-            snapshot is not None
-            and begun.planned_otherwise(config)
-            and snapshot.step >= total_steps(config.train, assembly.batches)
-        ):  # nothing is to be replaced by a plan that no step was taken under
+        alike = replace(begun, before=ranks.for_number(begun.before, 1))  # on as many devices
+        otherwise = alike.planned_otherwise(ranks.for_number(config, 1))
+        if snapshot is not None and otherwise and snapshot.step >= total_steps(config.train, assembly.batches):
+            # Nothing is to be replaced by a plan that no step was taken under.
             raise ConfigError(
                 f"{snapshot.step} steps are done, and none is left to train with other settings: ask for more (--set train.steps=...)"
             )

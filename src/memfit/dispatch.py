@@ -112,11 +112,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
     )
 
 
-def is_wrapper(kind: type) -> bool:
-    """Whether a class of tensors is one that wraps others, and runs operations on them in place of those on it."""
-    return hasattr(kind, "__tensor_flatten__")
-
-
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written; 0 of one made in inference mode, whose writes nobody counts."""
     return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - the count of writes has no public name

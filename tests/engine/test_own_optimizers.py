@@ -189,25 +189,37 @@ class Factor:
         self.statistics = [torch.zeros(size, size)]
 
 
-class WithObjects(torch.optim.Optimizer):
-    """Keeps statistics in an object, and the last gradients in a queue whose first alone is read."""
+LR = 0.01
+
+
+class EachAlone(torch.optim.Optimizer):
+    """Updates one parameter after the other, by `update`."""
 
     def __init__(self, parameters: Parameters) -> None:
-        super().__init__(parameters, {"lr": 1e-2})
+        super().__init__(parameters, {"lr": LR})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         del closure
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["factor"] = Factor(len(parameter))
-                    state["last"] = deque((torch.zeros_like(parameter) for _ in range(3)), maxlen=3)
-                state["last"].append(parameter.grad.clone())
-                gradient = parameter.grad.reshape(len(parameter), -1)
-                state["factor"].statistics[0].addmm_(gradient, gradient.T)
-                parameter.sub_(group["lr"] * state["last"][0])
+                self.update(parameter, parameter.grad, self.state[parameter])
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class WithObjects(EachAlone):
+    """Keeps statistics in an object, and the last gradients in a queue whose first alone is read."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["factor"] = Factor(len(parameter))
+            state["last"] = deque((torch.zeros_like(parameter) for _ in range(3)), maxlen=3)
+        state["last"].append(gradient.clone())
+        rows_of = gradient.reshape(len(parameter), -1)
+        state["factor"].statistics[0].addmm_(rows_of, rows_of.T)
+        parameter.sub_(LR * state["last"][0])
 
 
 def check_counted(kind: Any, samples: int, tensors_of: Callable[[Any], Iterable[Tensor]]) -> None:
@@ -264,24 +276,15 @@ class Narrow(Tensor):
         return func(*args, **kwargs)
 
 
-class WithNarrowState(torch.optim.Optimizer):
+class WithNarrowState(EachAlone):
     """A moving average in a class of tensors that wraps another."""
 
-    def __init__(self, parameters: Parameters) -> None:
-        super().__init__(parameters, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["average"] = Narrow(torch.zeros_like(parameter, dtype=torch.float16))
-                average = torch.lerp(state["average"], parameter.grad, 0.1)
-                state["average"].copy_(average)
-                parameter.sub_(average, alpha=group["lr"])
-                del average
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["average"] = Narrow(torch.zeros_like(parameter, dtype=torch.float16))
+        average = torch.lerp(state["average"], gradient, 0.1)
+        state["average"].copy_(average)
+        parameter.sub_(average, alpha=LR)
 
 
 @pytest.mark.parametrize("samples", [8, 512])

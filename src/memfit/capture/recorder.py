@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 
 from memfit import dispatch
 from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, describe, layout_of
@@ -219,7 +219,7 @@ class Recorder(dispatch.DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation and note what it reads, writes and makes."""
-        if self.phase is Phase.OPTIMIZER and any(map(dispatch.is_wrapper, types)):
+        if self.phase is Phase.OPTIMIZER and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # its class runs others in its place, on what it wraps
         with (
             torch._C.DisableTorchFunction()

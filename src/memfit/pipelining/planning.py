@@ -24,6 +24,7 @@ from memfit.pipelining.stages import NotFasterError, StagesFound, find_stages, r
 from memfit.planner.schedules import check_schedule, textbook_bubble
 from memfit.planning import remember
 from memfit.progress import tell
+from memfit.techniques.accumulation import ACCUMULATION
 from memfit.techniques.choices import Choices, in_words
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.sharding import PIPELINES, SHARDED_STATE, Pipelines
@@ -194,7 +195,7 @@ class PipelinePlanning:
         lacking: InfeasibleError | InputError | NotFasterError | None = None
         for number in self._numbers():
             named = self.pipelines.in_words()
-            tell(self.source.progress, f"planning for {named}, {_micro_batches(number)}", 0.0)
+            tell(self.source.progress, f"planning for {named}, {ACCUMULATION.words(number)}", 0.0)
             limit = faster_than if best is None else min(faster_than, best.prediction.step_seconds)
             try:
                 with frozen(self.source.model, self.request.freeze):
@@ -358,7 +359,7 @@ class PipelinePlanning:
         average = sum(rank.waiting for rank in predicted) / ranks
         told = (
             f"stages wait {100 * average:.1f} % of their passes on average, where (K - 1)/(M + K - 1) is {100 * textbook_bubble(length, number):.1f} % for "
-            f"{length} equal stages and {_micro_batches(number)}; messages between stages are counted as if they overlapped with computing on both sides"
+            f"{length} equal stages and {ACCUMULATION.words(number)}; messages between stages are counted as if they overlapped with computing on both sides"
         )
         own_numbers = (OWN_NUMBERS,) if pipeline.draws else ()
         planner = self._planner(techniques, number)
@@ -380,7 +381,7 @@ class PipelinePlanning:
                 found.seconds_are,
                 peak_phase=found.phases[fullest],
                 peak_module=named,
-                peak_operation=f"{cut.schedule}, {_micro_batches(number)}",
+                peak_operation=f"{cut.schedule}, {ACCUMULATION.words(number)}",
                 plain_with=in_words(choices),
                 ranks=predicted,
             ),
@@ -488,8 +489,3 @@ def _of_pipeline(sample: Batch, ranks: int) -> Batch:
         return tensor.repeat(ranks, *(1 for _ in tensor.shape[1:]))
 
     return batches.map_tensors(longer, sample)
-
-
-def _micro_batches(number: int) -> str:
-    """So many, in words."""
-    return f"{number} micro-batch{'es' if number > 1 else ''}"

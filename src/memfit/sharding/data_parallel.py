@@ -159,8 +159,10 @@ class DataParallel(ShardedModel):
             self._engine.reducer._rebuild_buckets()  # which asks whether all were sent; it rebuilds nothing any more
         except RuntimeError as error:
             found = _WITHOUT.search(str(error))
+            if found is None:
+                raise
             trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-            without = [trained[int(number)] for number in found[1].split()] if found is not None else []
+            without = [trained[int(number)] for number in found[1].split()]
             which = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
             if not self.agreement.real:
                 raise CaptureError(

@@ -162,8 +162,7 @@ def resume(
         plan = plan or begun.plan(config, display)
         check_budget(config, plan)
         assembly = assembled(config, display)
-        alike = replace(begun, before=ranks.for_number(begun.before, 1))  # on as many devices
-        otherwise = alike.planned_otherwise(ranks.for_number(config, 1))
+        otherwise = replace(begun, before=ranks.for_number(begun.before, 1)).planned_otherwise(config)
         if snapshot is not None and otherwise and snapshot.step >= total_steps(config.train, assembly.batches):
             # Nothing is to be replaced by a plan that no step was taken under.
             raise ConfigError(

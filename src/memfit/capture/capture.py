@@ -243,7 +243,7 @@ def _streamed(
 ) -> Captured:
     where = str(device_of(source.model))  # before the blocks' parameters go
     trace, recorder = record_streamed(source, micro_batches, choices, layouts)
-    return Captured(replace(trace, device=where), recorder.calls, recorder.overwritten)
+    return Captured(replace(trace, device=where), recorder.calls, recorder.overwritten, views_anew=source.views_anew)
 
 
 def _line_that_reads(error: BaseException) -> str:

@@ -27,6 +27,7 @@ class Captured:
         met_bytes: of storages on the device that are neither the model's nor the batch's, and that the step reads: cuDNN keeps the state of dropout in one. Of
             a real capture; fake tensors do not tell whether the device has them already.
         fakes_sparse: fake tensors that are sparse were met, which do not tell the bytes of their indices and values.
+        views_anew: as in `StepSource`.
         steady: other random numbers gave the same operations and sizes, or none that are drawn can decide any.
     """
 
@@ -41,6 +42,7 @@ class Captured:
     before: Mapping[str, str] = field(default_factory=dict)
     met_bytes: tuple[int, ...] = ()
     fakes_sparse: bool = False
+    views_anew: bool = False
 
     def noting(self, *notes: str) -> Captured:
         """The same, with notes besides."""

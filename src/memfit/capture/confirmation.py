@@ -82,8 +82,8 @@ def _trustworthy(
     layouts: Mapping[str, ResultLayouts] | None,
     others: Iterable[Captured],
 ) -> Captured:
-    def on_fakes(after: Captured | None, of: StepSource = source) -> Captured:
-        return capture(of, choices, after=after, layouts=layouts)
+    def on_fakes(of: StepSource) -> Captured:
+        return capture(of, choices, layouts=layouts)
 
     def for_real(why: str, known: Captured | None = None, of: StepSource = source) -> Captured:
         made = scaled(replace(of, cuda=None), choices, why=why, known=known)
@@ -92,34 +92,34 @@ def _trustworthy(
         return made.noting(CPU_KERNELS)
 
     if choices.sharding:
-        return _sharded(source, choices, lambda of: on_fakes(None, of), others)
+        return _sharded(source, choices, on_fakes, others)
     if choices.streamed:
         # Its operations are those of the plain step, which has been confirmed before it is streamed; only their order is another.
-        captured = on_fakes(None)
+        source = replace(source, views_anew=any(other.views_anew for other in others))
+        captured = on_fakes(source)
         if all(other.trace.source == "fake" for other in others):
             return captured
         return captured.noting(NOT_AS_STREAMED)
     with outside_torch_kept():
         outside, one_by_one = outside_torch(), drawn_one_by_one()
-        found = confirmed(source, choices, on_fakes, believed)
+        found = confirmed(source, choices, believed, layouts)
         decides = drawn_one_by_one() > one_by_one or outside_torch() != outside
         if isinstance(found, str) and decides:
             # Fake operations draw nothing, so what decides the path was another number in the real forward: at an end of the range it is the same.
             with drawing(End.HIGHEST):
-                at_the_end = confirmed(source, choices, on_fakes, None)
+                at_the_end = confirmed(source, choices, None, layouts)
             found = at_the_end if isinstance(at_the_end, Captured) else found
         captured = for_real(found) if isinstance(found, str) else found
-        as_believed = partial(for_real, found, captured) if isinstance(found, str) else partial(on_fakes, None)
+        as_believed = partial(for_real, found, captured) if isinstance(found, str) else on_fakes
+        source = replace(source, views_anew=captured.views_anew)
         earlier = choices.micro_batches > 1 or choices.update == "in_backward"
         if earlier and source.forwards_before == 0 and not captured.receiving <= source.trained_elsewhere:
             # No pass was run before the one that is recorded: it alone tells which gradients earlier micro-batches leave, and which state earlier steps.
             source = replace(source, trained_elsewhere=source.trained_elsewhere | captured.receiving)
-            captured = as_believed(of=source)
+            captured = as_believed(source)
         if source.draws:
             samples, told = other_samples(source, choices, captured)
-            captured = with_other_draws(
-                captured, lambda of: as_believed(of=of), source, others, decides=decides, samples=samples
-            )
+            captured = with_other_draws(captured, as_believed, source, others, decides=decides, samples=samples)
             if told:
                 captured = captured.noting(told)
     if captured.overwritten and not source.on_meta:
@@ -146,6 +146,7 @@ def _sharded(
         if MAKES_SPARSE in why:
             raise sparse_on_ranks()
         raise real_on_ranks(why.removeprefix("captured for real: "))
+    source = replace(source, views_anew=alone.views_anew)
     with outside_torch_kept():
         outside, one_by_one = outside_torch(), drawn_one_by_one()
         captured = on_fakes(source)
@@ -186,19 +187,34 @@ def sparse_on_ranks() -> CaptureError:
 def confirmed(
     source: StepSource,
     choices: Choices,
-    on_fakes: Callable[[Captured | None], Captured],
-    believed: Captured | None,
+    believed: Captured | None = None,
+    layouts: Mapping[str, ResultLayouts] | None = None,
 ) -> Captured | str:
-    """A fake capture whose operations the real model shows too, or why there is none; `on_fakes(after)` captures."""
-    known = forward_names(believed.trace) if believed is not None and believed.trace.source == "fake" else None
+    """A fake capture whose operations the real model shows too, or why there is none. Arguments are those of `trustworthy`."""
+    # Watching for views takes a tenth of a capture, and few models need it; where nothing can be compared, nothing else tells which do.
+    watched = source.on_meta or (believed is not None and believed.views_anew)
     try:
-        fake = on_fakes(believed if known is not None else None)
-        if known is not None and known != forward_names(fake.trace):
-            fake = on_fakes(None)  # what is built once for each shape was recorded, perhaps: this time it is there
+        found = _confirmed(replace(source, views_anew=watched), choices, believed, layouts)
+        if isinstance(found, Captured) or watched or found == MAKES_SPARSE:
+            return found
+        again = _confirmed(replace(source, views_anew=True), choices, None, layouts)
     except CaptureError as error:
         if source.on_meta:
             raise
         return str(error)
+    return again if isinstance(again, Captured) else found
+
+
+def _confirmed(
+    source: StepSource, choices: Choices, believed: Captured | None, layouts: Mapping[str, ResultLayouts] | None
+) -> Captured | str:
+    def on_fakes(after: Captured | None) -> Captured:
+        return capture(source, choices, after=after, layouts=layouts)
+
+    known = forward_names(believed.trace) if believed is not None and believed.trace.source == "fake" else None
+    fake = on_fakes(believed if known is not None else None)
+    if known is not None and known != forward_names(fake.trace):
+        fake = on_fakes(None)  # what is built once for each shape was recorded, perhaps: this time it is there
     if fake.fakes_sparse:
         if not source.on_meta and source.cuda is None:
             return MAKES_SPARSE
@@ -228,7 +244,10 @@ def confirmed(
         # batch's own back (what is made of constants is real in it), so that the first step finds it.
         return on_fakes(None)
     again = forward_names(
-        capture(StepSource(source.model, few, source.loss_fn), replace(choices, micro_batches=1)).trace
+        capture(
+            StepSource(source.model, few, source.loss_fn, views_anew=source.views_anew),
+            replace(choices, micro_batches=1),
+        ).trace
     )
     if real == again:
         return fake

@@ -37,6 +37,7 @@ from memfit.capture.products import ProductsBackward
 from memfit.capture.resized import Resized, rerunnable_where_gathered
 from memfit.capture.sparse import alias_of, is_sparse_fake, is_taken_over, run_metered, takes_or_makes_sparse
 from memfit.capture.unseen_writes import UnseenWrites
+from memfit.capture.views_made_anew import ViewsMadeAnew
 from memfit.sharding.collectives import collective_of, workspace_bytes
 from memfit.step.call_arguments import is_plain, tensors_passed
 from memfit.step.other_kernels import compiled, running_compiled
@@ -85,6 +86,7 @@ class Recorder(dispatch.DispatchMode):
         backend: of that group in training, "gloo" or "nccl".
         as_written: what is compiled runs as single operations in training, too; else a compiled function is refused.
         layouts: by call, the layouts of what real kernels return, where fake kernels are known to return others.
+        views: tells what autograd runs on fake tensors alone, which is left out; None to record it.
 
     In a fake run, operations whose tensors are all real (the batch and what is computed from it alone) run for real, so that branches on their
     values are taken as in training.
@@ -99,6 +101,7 @@ class Recorder(dispatch.DispatchMode):
         *,
         as_written: bool = False,
         device: str | None = None,
+        views: ViewsMadeAnew | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths = paths
@@ -106,6 +109,7 @@ class Recorder(dispatch.DispatchMode):
         self._backend = backend
         self._as_written = as_written
         self._layouts = layouts or {}
+        self._views = views
         self.phase = Phase.FORWARD
         self.events: list[int] = []
         self.operations: list[Operation] = []
@@ -231,6 +235,8 @@ class Recorder(dispatch.DispatchMode):
             return args[0].fake_device  # as the fake mode would say: autograd asks it of every gradient
         kwargs = kwargs or {}
         if self._making_fresh_tensor:
+            return func(*args, **kwargs)
+        if self._views is not None and self._views.made_by_autograd(func, args, kwargs):
             return func(*args, **kwargs)
         is_operation = dispatch.is_operation(func)
         forward = self.phase is Phase.FORWARD

@@ -23,6 +23,7 @@ from memfit.capture.comparing import forward_names
 from memfit.capture.generator_states import following_generator_states
 from memfit.capture.recorder import Recorder
 from memfit.capture.source import StepSource, made_by_its_first_forward, model_digest
+from memfit.capture.views_made_anew import ViewsMadeAnew
 from memfit.errors import InputError
 from memfit.garbage import uncollected
 from memfit.optimizers.chunked import ChunkedOptimizer
@@ -67,10 +68,17 @@ def record(
     """
     # What is garbage already stays garbage meanwhile: the recorder follows only storages made after it, and collecting all of Python takes longer than
     # capturing a small model.
-    with uncollected(), dispatch.ModulePaths(source.model) as paths, run_as_written() as as_written:
+    views = ViewsMadeAnew() if source.views_anew else None
+    with (
+        uncollected(),
+        dispatch.ModulePaths(source.model) as paths,
+        run_as_written() as as_written,
+        views or nullcontext(),
+    ):
         ranks = () if sharded is None else tuple(range(sharded.ranks))
         device = device_of(source.model)
-        recorder = Recorder(paths, layouts, ranks, backend_for(device), as_written=as_written, device=device.type)
+        backend = backend_for(device)
+        recorder = Recorder(paths, layouts, ranks, backend, as_written=as_written, device=device.type, views=views)
         step = _StepRecording(source, micro_batches, choices, recorder, graded, sharded)
         parameters = dict(source.model.named_parameters())
         trained = _trained(source.model)
@@ -123,6 +131,7 @@ def record(
         },
         met_bytes=recorder.met_bytes() if tensors == "real" else (),
         fakes_sparse=recorder.fakes_sparse,
+        views_anew=views is not None,
     )
 
 

@@ -42,6 +42,7 @@ class StepSource:
         draws: other draws of random numbers are captured, too, where they may decide sizes or operations.
         other_samples: for a number of samples, batches like the sample in host memory: micro-batches of so many samples will come that are like theirs, and
             may run other operations. None where none are known.
+        views_anew: a capture on fake tensors leaves out the views that autograd makes anew, as it does on real ones where no mode sees them.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class StepSource:
     steps_before: int = 0
     draws: bool = True
     other_samples: Callable[[int], Sequence[Batch]] | None = None
+    views_anew: bool = False
 
     @property
     def on_meta(self) -> bool:

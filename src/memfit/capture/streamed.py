@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from memfit import batches, dispatch
@@ -17,6 +17,7 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.generator_states import following_generator_states
 from memfit.capture.recorder import Recorder
 from memfit.capture.source import StepSource
+from memfit.capture.views_made_anew import ViewsMadeAnew
 from memfit.garbage import uncollected
 from memfit.step.device import device_of
 from memfit.step.held_tensors import loss_tensors, model_tensors
@@ -65,8 +66,14 @@ def record_streamed(
     program.optimizer = source.optimizer(iter(program.trainable())) if source.optimizer is not None else None
     stream = LayerStream(model, choices.streamed, NoTier())
     weights = [None if len(parts) == 1 else 1.0 / len(parts)] * len(parts)
-    with uncollected(), dispatch.ModulePaths(model) as paths, run_as_written() as as_written:
-        recorder = Recorder(paths, layouts, as_written=as_written, device=device.type)
+    views = ViewsMadeAnew() if source.views_anew else None
+    with (
+        uncollected(),
+        dispatch.ModulePaths(model) as paths,
+        run_as_written() as as_written,
+        views or nullcontext(),
+    ):
+        recorder = Recorder(paths, layouts, as_written=as_written, device=device.type, views=views)
         watch = _Watched(recorder)
         recorder.recording = False
         with recorder:

@@ -92,8 +92,7 @@ class StagePlanner:
         one = equal_micro_batches(self.batch, self.micro_batches)[-1]  # as `other_samples` has it
         known = self.known
         if known is None or known.samples != batches.size(one):
-            believed = None if known is None or known.unconfirmed else known.captured
-            known = Undivided.of(source, one, self.techniques, believed)
+            known = Undivided.of(source, one, self.techniques, known)
         self.undivided = known
         self.calls, self.one_answer = known.calls, ""
         self.kinds = self._other_kinds(replace(known.step, sample=one))
@@ -131,7 +130,8 @@ class StagePlanner:
         kinds = []
         for sample in other_samples(of_all, techniques, captured)[0]:
             one = equal_micro_batches(sample, self.micro_batches)[-1]
-            trace = capture(replace(step, sample=one), self.techniques.but(frozen=())).trace
+            like_it = replace(step, sample=one, views_anew=captured.views_anew)
+            trace = capture(like_it, self.techniques.but(frozen=())).trace
             if path_taken(trace) == path_taken(captured.trace):
                 continue
             paths = [call.path for call in self.calls.calls]
@@ -431,6 +431,7 @@ class StagePlanner:
             names = frozenset(self.calls.parameters(model, first, end))
             make = None if source.optimizer is None else partial(self._optimizer, source.optimizer, stage, names, share)
             step = StepSource(stage, sample, _stage_loss, make, source.clip_norm, cuda=source.cuda)
+            step = replace(step, views_anew=self.undivided.captured.views_anew)
             captured = capture(step, self.techniques.but(micro_batches=self.micro_batches, frozen=()))
             return source.priced(captured), frozenset(name.removeprefix("model.") for name in captured.receiving)
 

@@ -52,14 +52,14 @@ class Undivided:
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, source: TraceSource, micro_batch: Batch, techniques: Choices, believed: Captured | None) -> Undivided:
+    def of(cls, source: TraceSource, micro_batch: Batch, techniques: Choices, known: Undivided | None) -> Undivided:
         """Look at one.
 
         Args:
             source: of the model, its loss and its optimizer.
             micro_batch: of a step.
             techniques: that the step has.
-            believed: a capture in another number of micro-batches, whose forward was compared with a real one; None where there is none.
+            known: one in another number of micro-batches; None where there is none.
 
         Raises:
             InputError: the model is not one for a pipeline.
@@ -68,18 +68,11 @@ class Undivided:
         model = source.model
         step = StepSource(model, micro_batch, source.loss_fn, source.optimizer, cuda=source.cuda)
         alone = techniques.but(frozen=())
-        on_fakes: list[Captured] = []
-
-        def looked_at(after: Captured | None) -> Captured:
-            on_fakes.append(capture(step, alone, after=after))
-            return on_fakes[-1]
-
-        found = confirmed(step, alone, looked_at, believed)
-        unconfirmed = found if isinstance(found, str) else ""
-        if unconfirmed == MAKES_SPARSE:
+        found = confirmed(step, alone, None if known is None or known.unconfirmed else known.captured)
+        if found == MAKES_SPARSE:
             raise sparse_on_ranks()
-        seen = on_fakes[-1] if on_fakes else _captured_on_fakes(step, alone)
-        captured = found if on_fakes and isinstance(found, Captured) else seen
+        unconfirmed = found if isinstance(found, str) else ""
+        captured = _captured_on_fakes(step, alone) if isinstance(found, str) else found
         trace = _without_calls(source.priced(captured))
         around = around_forwards(model, techniques)
         calls, parts, ends = chain_of(model, micro_batch, source.loss_fn, trace, around)

@@ -228,6 +228,21 @@ def test_a_run_that_has_ended_is_not_planned_anew(capsys: pytest.CaptureFixture[
     assert Ran(capsys, "resume", "out", "--set", "fit.global_batch=2", "--set", "train.steps=9").status == 0
 
 
+@pytest.mark.parametrize("shorter", ["train.steps=3", "train.steps=1"])
+def test_a_run_is_not_made_shorter_than_it_is(
+    capsys: pytest.CaptureFixture[str], api: Api, config: Path, shorter: str
+) -> None:
+    Ran(capsys, "train", config)
+    before = {path: path.read_bytes() for path in Path("out").iterdir() if path.is_file()}
+
+    ran = Ran(capsys, "resume", "out", "--set", shorter)
+
+    assert ran.status == 3
+    assert f"5 steps are done, and the run is to have {shorter[-1]}: ask for 5 or more" in ran.err
+    assert {path: path.read_bytes() for path in Path("out").iterdir() if path.is_file()} == before
+    assert Ran(capsys, "resume", "out", "--set", "train.steps=5").status == 0
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert Ran(capsys, "--version").out.startswith("memfit ")
 

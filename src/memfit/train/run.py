@@ -116,6 +116,8 @@ def _on_ranks(
         check_budget(config, plan)
     assembly = assembled(config, display)
     assembly = replace(assembly, batches=assembly.batches.of_rank(rank, number))
+    if snapshot is not None:  # rank 0 alone has looked for one
+        _check_steps(snapshot, total_steps(config.train, assembly.batches))
     own = alike.marks_of(config, assembly)
     engine = fit_together(
         lambda: plan or make_plan(config, assembly, None, display),
@@ -162,14 +164,31 @@ def resume(
         plan = plan or begun.plan(config, display)
         check_budget(config, plan)
         assembly = assembled(config, display)
-        otherwise = replace(begun, before=ranks.for_number(begun.before, 1)).planned_otherwise(config)
-        if snapshot is not None and otherwise and snapshot.step >= total_steps(config.train, assembly.batches):
-            # Nothing is to be replaced by a plan that no step was taken under.
-            raise ConfigError(
-                f"{snapshot.step} steps are done, and none is left to train with other settings: ask for more (--set train.steps=...)"
-            )
+        if snapshot is not None:
+            otherwise = replace(begun, before=ranks.for_number(begun.before, 1)).planned_otherwise(config)
+            _check_steps(snapshot, total_steps(config.train, assembly.batches), otherwise=otherwise)
         engine = _engine(config, assembly, None, display) if plan is None else _again(plan, config, assembly, display)
         return _train(config, assembly, engine, snapshot, display)
+
+
+def _check_steps(snapshot: Snapshot, total: int, *, otherwise: bool = False) -> None:
+    """Refuse what a run that goes on from a snapshot cannot be: shorter than it is, or over and planned anew.
+
+    Args:
+        snapshot: to go on from.
+        total: steps of the whole run.
+        otherwise: whether it is planned anew.
+    """
+    if snapshot.step > total:
+        raise ConfigError(
+            f"{snapshot.step} steps are done, and the run is to have {total}: ask for {snapshot.step} or more (--set train.steps=...), or name an "
+            "earlier snapshot, as memfit resume takes one, too"
+        )
+    if otherwise and snapshot.step == total:
+        # Nothing is to be replaced by a plan that no step was taken under.
+        raise ConfigError(
+            f"{snapshot.step} steps are done, and none is left to train with other settings: ask for more (--set train.steps=...)"
+        )
 
 
 def _resumed_on_ranks(

@@ -228,6 +228,36 @@ def test_a_run_that_has_ended_is_not_planned_anew(capsys: pytest.CaptureFixture[
     assert Ran(capsys, "resume", "out", "--set", "fit.global_batch=2", "--set", "train.steps=9").status == 0
 
 
+@pytest.mark.parametrize("option", ["--save", "--save-trace"])
+def test_a_shell_leaves_home_to_the_command_after_an_equals_sign(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    api: Api,
+    config: Path,
+    option: str,
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+
+    assert Ran(capsys, "plan", config, f"{option}=~/plan.json").status == 0
+    assert (home / "plan.json").is_file()
+    assert "~nobody-here/plan.json" in Ran(capsys, "plan", config, f"{option}=~nobody-here/plan.json").err
+
+
+def test_a_service_that_is_not_there_is_told_by_its_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.delenv("MEMFIT_SERVICE", raising=False)
+
+    assert "--folder of one that was started with it" in Ran(capsys, "runs").err
+    there = tmp_path / "service"
+    assert f"no service has been started in {there}: " in Ran(capsys, "runs", "--folder", there).err
+    assert "--budget 1GiB; did you mean --capacity?" in Ran(capsys, "serve", "--budget", "1GiB").err
+
+
 @pytest.mark.parametrize("shorter", ["train.steps=3", "train.steps=1"])
 def test_a_run_is_not_made_shorter_than_it_is(
     capsys: pytest.CaptureFixture[str], api: Api, config: Path, shorter: str

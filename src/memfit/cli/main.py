@@ -37,6 +37,7 @@ _OTHER_NAMES: Final = {
     **dict.fromkeys(("--seq-len", "--seq-length", "--sequence-length", "--max-length"), ("--length",)),
     **dict.fromkeys(("--out", "--output", "-o"), ("--save", "--html")),
     **dict.fromkeys(("--memory", "--vram", "--max-memory"), ("--budget",)),
+    "--budget": ("--capacity",),
     **dict.fromkeys(("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes"), ("--nproc",)),
     **dict.fromkeys(("--lora", "--qlora", "--peft"), ("--method",)),
 }
@@ -46,7 +47,11 @@ _STATUS: Final = "exit status: 0 it fits (done), 1 it does not fit, 2 could not 
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse exits with 2 on bad arguments, which here means "could not tell"."""
+    """argparse exits with 2 on bad arguments, which here means "could not tell"; and a shell leaves the ~ of --save=~/plan.json as it is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("type", Path, _at_home)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -59,6 +64,10 @@ class _Parser(argparse.ArgumentParser):
             near = get_close_matches(str(value), [str(each) for each in action.choices or ()], 1)
             error.message += f"; did you mean {near[0]}?" if near else ""
             raise
+
+
+def _at_home(text: str) -> Path:
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path's own raises where there is no such user
 
 
 def parser() -> argparse.ArgumentParser:

@@ -148,7 +148,13 @@ def client_of(arguments: argparse.Namespace) -> Client:
     if token is None and url == here.get("url"):
         token = here.get("token")
     if url is None:
-        raise ConfigError("no service is known: start one with memfit serve, or give --url and --token-file")
+        if arguments.folder is not None:
+            raise ConfigError(
+                f"no service has been started in {arguments.folder.absolute()}: name the folder that memfit serve --folder was given, or give --url and --token-file"
+            )
+        raise ConfigError(
+            "no service is known: start one with memfit serve, or say which one is meant: --folder of one that was started with it, or --url and --token-file"
+        )
     if token is None:
         raise ConfigError(
             f"the service at {url} wants a token: give --token-file, or MEMFIT_SERVICE_TOKEN (memfit serve tells one when it starts, after #token=)"

@@ -24,6 +24,7 @@ LR = {"optim.lr": {"low": 1e-5, "high": 1e-2, "log": True}}
     [
         ({"optim.lrr": [1, 2]}, "search.space.optim.lrr: the run has no such key; did you mean optim.lr?"),
         ({"fit.budgets": ["1MiB"]}, "search.space.fit.budgets: the run has no such key; did you mean fit.budget?"),
+        ({"train.out": ["a", "b"]}, "search.space.train.out: each trial has a folder of its own below search.out"),
         ({"optim": [1]}, "search.space.optim is a section, not a key: search one of optim.name, "),
         ({"lora.rnk": [8]}, "search.space.lora.rnk: the run has no such key; did you mean lora.rank?"),
         ({"lora.rank.x": [8]}, "search.space.lora.rank.x: lora.rank is a value and has no keys"),

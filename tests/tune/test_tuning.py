@@ -26,6 +26,7 @@ from optuna.trial import TrialState
 from memfit.errors import ConfigError, InfeasibleError, InputError
 from memfit.runner import Runner, guard
 from memfit.tune import Results, Search, run
+from memfit.tune.live import PlainDisplay
 from memfit.tune.plans import Fit
 from memfit.tune.sampling import quietly, sampler_of
 from memfit.tune.study_store import beat, open_study
@@ -299,6 +300,26 @@ def test_a_disk_without_room_for_snapshots_ends_the_search_before_the_trial(
     (trial,) = open_study(search).trials
     assert trial.state == TrialState.RUNNING
     assert not list((search.out / "runner").glob("runs/*"))
+
+
+@pytest.mark.parametrize(("out", "told"), [("runs/mine", ["runs/mine"]), (None, [])])
+def test_the_folder_of_a_single_run_is_told_to_be_none_of_the_trials(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    out: str | None,
+    told: list[str],
+) -> None:
+    search = searches.toy(tmp_path, {"optim.lr": [0.1]}, trials=1)
+    if out is not None:
+        search.run["train"] |= {"out": out}  # type: ignore[index]
+    monkeypatch.setattr("memfit.tune.tuning.check_feasible", lambda *_: None)
+    monkeypatch.setattr(Tuning, "step", lambda _: False)
+
+    run(search, PlainDisplay())
+
+    found = re.findall(r"train\.out \((.*?)\) is where a single run writes; trials write into", capsys.readouterr().err)
+    assert found == told
 
 
 @pytest.mark.slow

@@ -150,7 +150,8 @@ def client_of(arguments: argparse.Namespace) -> Client:
     if url is None:
         if arguments.folder is not None:
             raise ConfigError(
-                f"no service has been started in {arguments.folder.absolute()}: name the folder that memfit serve --folder was given, or give --url and --token-file"
+                f"no service has been started in {arguments.folder.absolute()}: name the folder that memfit serve --folder was given, "
+                "or give --url and --token-file"
             )
         raise ConfigError(
             "no service is known: start one with memfit serve, or say which one is meant: --folder of one that was started with it, or --url and --token-file"

@@ -37,6 +37,10 @@ def run(search: Search, display: SearchDisplay | None = None) -> Results:
         )
     display = display or SilentDisplay()
     tuning = Tuning(search, note=display.note)
+    if search.own_out is not None:
+        display.note(
+            f"train.out ({search.own_out}) is where a single run writes; trials write into {search.out} (search.out)"
+        )
     try:
         with _terminated():
             more = True

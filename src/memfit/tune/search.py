@@ -187,6 +187,12 @@ class Search:
         return Path(self.folder, Path(self.config.out).expanduser()).resolve()
 
     @property
+    def own_out(self) -> str | None:
+        """What the run's own keys name as its folder, in which no trial writes; None where they name none."""
+        train = self.run.get("train")
+        return train.get("out") if isinstance(train, Mapping) else None
+
+    @property
     def is_command(self) -> bool:
         """Whether a trial is a command, not a run of memfit."""
         return bool(self.config.command)
@@ -365,6 +371,8 @@ def _check_key(path: str) -> None:
     Raises:
         ConfigError: it does not; names the nearest one that does.
     """
+    if path == "train.out":
+        raise ConfigError("search.space.train.out: each trial has a folder of its own below search.out; leave it out")
     kind: Any = run_config.Config
     names = path.split(".")
     for depth, name in enumerate(names):

@@ -382,6 +382,39 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(loss_fn: Any, sentence: str
         memfit.plan(model, rows(16), loss_fn, "1GiB")
 
 
+def _twice(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = squared_error(model, batch)
+    loss.backward()
+    return loss
+
+
+class _Recurrent(nn.Module):
+    """Goes on from its last state, whose graph it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = self.cell(x, self.state)
+        return self.state
+
+
+def test_a_graph_that_is_gone_is_told_without_the_advice_to_keep_it() -> None:
+    gone = "backward came to a part of the graph that is gone: loss_fn returns the loss and leaves backward to memfit"
+    with pytest.raises(InputError, match=gone):
+        memfit.plan(chain(1), rows(16), _twice, "1GiB")
+    shared = torch.nn.Parameter(torch.ones(2, 2))
+    once = (shared @ shared).sum()
+    for model, sample, loss_fn in (
+        (_Recurrent(), torch.randn(3, 4), lambda m, b: m(b).square().mean()),
+        (chain(1), rows(16), lambda m, b: squared_error(m, b) + once),
+    ):
+        with pytest.raises(InputError, match=gone):
+            memfit.fit(model, sample, loss_fn, "1GiB", adamw, fixed={"micro_batches": 1})
+
+
 def test_parts_of_what_does_not_split_are_refused() -> None:
     reasons = "(gradients of micro-batches do not add up|a part of the batch cannot be run alone)"
     with pytest.raises(SplitError, match=rf'fixed=\{{"micro_batches": 2\}} cannot be honoured: {reasons}'):
@@ -395,6 +428,17 @@ def test_a_model_on_meta_can_be_planned_for_but_not_trained() -> None:
     assert any("meta device" in note for note in made.notes)
     with pytest.raises(InputError, match="the model is on the meta device"):
         memfit.apply(made, model)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_model_that_was_moved_to_meta_is_told(*, accumulated: bool) -> None:
+    model = chain(2)
+    engine = memfit.fit(model, rows(64), squared_error, "1GiB", adamw, fixed={"micro_batches": 2})
+    engine.step(rows(64))
+    model.to("meta")
+    for _ in range(2):
+        with pytest.raises(InputError, match="the model was moved to the meta device, where it has no tensors"):
+            engine.accumulate([rows(32), rows(32)]) if accumulated else engine.step(rows(64))
 
 
 # -- the user's own errors -------------------------------------------------------------------------------------------------

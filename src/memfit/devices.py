@@ -114,7 +114,9 @@ def plan_sharded(
     ranks = len(topology.devices)
     asked = str(request.fixed.get("sharding", ""))
     if ranks == 1:
-        raise InputError("devices names one device: plan without devices, or name several")
+        raise InputError(
+            'devices names one device: plan without devices (device="rtx4090" for a GPU that is not here), or name several'
+        )
     if topology.alike and request.budget is not None:
         bytes_of_each = min(request.budget.bytes, topology.devices[0].memory_bytes)
         request = replace(request, budget=TierBudget(request.budget.given, bytes_of_each))

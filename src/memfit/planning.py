@@ -410,17 +410,22 @@ def replan(made: Plan | TraceBundle | Trace, budget: Budget) -> Plan:
     return _planning(made).plan(parse_bytes(budget))
 
 
-def smallest_budget(made: Plan | TraceBundle | Trace) -> int:
+def smallest_budget(made: Plan | TraceBundle | Trace, *others: object, **options: object) -> int:
     """The smallest budget, in bytes, in which a plan was found for this model and batch, over all that the request allows.
 
     `replan` gives a plan in as many bytes; in one byte less it says that nothing fits.
 
     Args:
         made: as for `replan`.
+        others, options: none; a model and its sample are told that they are recorded first.
 
     Raises:
         InputError, CaptureError: as for `replan`.
     """
+    if others or options:
+        raise InputError(
+            "smallest_budget takes one thing, a plan or what memfit.record(model, sample, ...) gave: record the step of a model first, and hand that over alone"
+        )
     return _planning(made).smallest()[0]
 
 

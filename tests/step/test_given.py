@@ -239,6 +239,11 @@ def test_an_optimizer_of_another_model_is_not_applied() -> None:
 def test_what_is_planned_again_from_is_named() -> None:
     with pytest.raises(InputError, match="Sequential is nothing to plan again from: give a plan"):
         memfit.smallest_budget(classifier())  # type: ignore[arg-type]
+    alone = r"smallest_budget takes one thing, a plan or what memfit.record\(model, sample, ...\) gave"
+    with pytest.raises(InputError, match=alone):
+        memfit.smallest_budget(classifier(), batch(), loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=alone):
+        memfit.smallest_budget(classifier(), loss_fn=loss_fn)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="points='4': a whole number"):
         memfit.frontier(classifier(), batch(), nn.CrossEntropyLoss(), points="4")  # type: ignore[arg-type]
 

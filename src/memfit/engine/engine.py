@@ -323,6 +323,11 @@ class Engine:
 
     def _check(self) -> None:
         self._transactions.check()
+        first = next(self.model.parameters(), None)  # of one rank's stage among the model's others, it may be another's
+        if first is not None and first.is_meta and all(parameter.is_meta for parameter in self.model.parameters()):
+            raise InputError(
+                "the model was moved to the meta device, where it has no tensors: load weights (model.to_empty, load_state_dict), and call memfit.fit again"
+            )
         self._refuse_compiled()
         self._notice_the_mode()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from memfit.batches import Batch, LossFunction, loss_of
-from memfit.errors import NonFiniteLossError
+from memfit.errors import InputError, NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
 from memfit.step.held_tensors import tensors_within
@@ -140,7 +140,7 @@ class StepProgram:
         if check_finite and first:
             _check_finite(value)
         scaled = loss if self.scaling is None else self.scaling.scaler.scale(loss)
-        with around_backward or nullcontext():
+        with around_backward or nullcontext(), _graph_gone():
             self.backward(scaled, None if weight is None else torch.full_like(scaled.detach(), weight))
         if check_finite and not first:
             _check_finite(value)
@@ -203,6 +203,20 @@ class StepProgram:
         if self.sharded is not None:
             return self.sharded.trainable()
         return [p for p in self.model.parameters() if p.requires_grad]
+
+
+@contextmanager
+def _graph_gone() -> Iterator[None]:
+    """What torch says of a graph that was gone through before advises `retain_graph=True`, which no loop means that comes to this."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise InputError(
+            "backward came to a part of the graph that is gone: loss_fn returns the loss and leaves backward to memfit, and what the model keeps from "
+            "one step to the next (a hidden state) is detached, state = state.detach()"
+        ) from error
 
 
 def _check_finite(loss: LossValue | None) -> None:

@@ -327,6 +327,21 @@ def test_an_explanation_names_figures_and_place() -> None:
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("peaks", "told"),
+    [
+        ([512] * 8, "At its peak each of the 8 ranks holds 512 MiB."),
+        (
+            [512, 512, 256, 512],
+            "At their peaks the ranks hold 512 MiB (rank 0 to 1), 256 MiB (rank 2), 512 MiB (rank 3).",
+        ),
+    ],
+)
+def test_ranks_that_are_alike_are_told_once(peaks: list[int], told: str) -> None:
+    ranks = tuple(RankPrediction(rank, peak << 20, 0.5) for rank, peak in enumerate(peaks))
+    assert told in plan(prediction=prediction(ranks=ranks)).explain().splitlines()
+
+
 def test_a_printed_plan_is_its_explanation_and_its_repr_one_line() -> None:
     made = plan(choices=Choices(micro_batches=2))
     assert str(made) == made.explain()

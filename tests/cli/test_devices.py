@@ -41,7 +41,7 @@ def test_a_plan_for_devices_that_are_not_here_tells_the_peak_of_each_rank(
     saved = json.loads(Path("plan.json").read_text(encoding="utf-8"))
     assert memfit.Plan.from_json(saved).choices.sharding.endswith("/4")
     assert "float32[2, 64]" in saved["signature"]  # a quarter of the batch
-    assert "At its peak each of the ranks holds: 0 " in in_file.out
+    assert "At its peak each of the 4 ranks holds " in in_file.out
 
 
 def test_a_gpu_that_the_configuration_names_is_planned_for_and_not_trained_on(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,15 +139,7 @@ class Plan:
                 f"{100 * p.peak_bytes / p.plain_peak_bytes:.1f} % of the {format_bytes(p.plain_peak_bytes)} that "
                 f"{f'the step takes with {p.plain_with} and nothing dropped' if p.plain_with else 'plain PyTorch would take'}."
             ),
-            *(
-                [
-                    "At its peak each of the ranks holds: "
-                    + ", ".join(f"{n} {format_bytes(rank.peak_bytes)}" for n, rank in enumerate(p.ranks))
-                    + "."
-                ]
-                if p.ranks
-                else []
-            ),
+            *([_of_ranks([format_bytes(rank.peak_bytes) for rank in p.ranks])] if p.ranks else []),
             *(
                 f"Needs {format_bytes(use.all_bytes)} of {in_places([use.tier])} besides{' on each device' if p.ranks else ''}: {use.contents}."
                 for use in p.tiers
@@ -368,3 +361,13 @@ def _off_the_peak(saved_bytes: int) -> str:
         if saved_bytes >= 0
         else f"adds {format_bytes(-saved_bytes)} to the peak"
     )
+
+
+def _of_ranks(peaks: Sequence[str]) -> str:
+    """The peak of each rank; of neighbours that are alike, once."""
+    numbers = range(len(peaks))
+    rows = [(peak, list(ranks)) for peak, ranks in groupby(numbers, key=lambda rank: peaks[rank])]
+    if len(rows) == 1:
+        return f"At its peak each of the {len(peaks)} ranks holds {peaks[0]}."
+    told = [f"{peak} (rank {n[0]}{f' to {n[-1]}' if len(n) > 1 else ''})" for peak, n in rows]
+    return f"At their peaks the ranks hold {', '.join(told)}."

@@ -140,6 +140,7 @@ def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
     assert ran.status == 0
     answer, _, code = ran.out.partition("To train so")
     assert "Fits: a batch of 32 takes" in answer
+    assert ", with everything recomputed that can be." in " ".join(answer.split())
     assert max(map(len, answer.splitlines())) <= 40
     assert "Longest" not in answer
     exec(compile("import torch\n" + code.partition("import torch\n")[2], "estimate", "exec"), {})  # noqa: S102 - as whoever copies it

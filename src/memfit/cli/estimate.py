@@ -246,8 +246,9 @@ def _sizes(found: Estimate) -> list[str]:
     said = []
     if found.largest_batch is not None:
         at = f" of {found.length} tokens" if found.length else ""
+        size, more = found.largest_batch.size, " or more" if found.largest_batch.limited else ""
         said.append(
-            f"Largest batch{at}: {found.largest_batch.size or 'not even 1'}{' or more' if found.largest_batch.limited else ''}."
+            f"Largest batch{at}: {f'{size}{more}, with everything recomputed that can be' if size else 'not even 1'}."
         )
     if found.largest_length is not None:
         more = " (all that the model has positions for)" if found.largest_length.limited else ""

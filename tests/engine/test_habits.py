@@ -824,6 +824,42 @@ def test_parameters_that_are_replaced_are_told_as_the_optimizer_does_not_have_th
     assert not any(map(torch.equal, model.parameters(), before))
 
 
+def _longer(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.append(nn.Linear(WIDTH, WIDTH))  # type: ignore[operator]
+
+
+def _adapter(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model[0].register_parameter("scale", nn.Parameter(torch.ones(WIDTH)))  # type: ignore[index]
+
+
+def _frozen(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.append(nn.Linear(WIDTH, WIDTH).requires_grad_(False))  # type: ignore[operator]
+
+
+def _in_a_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    added = nn.Linear(WIDTH, WIDTH)
+    model.append(added)  # type: ignore[operator]
+    optimizer.add_param_group({"params": list(added.parameters())})
+
+
+@pytest.mark.parametrize(("add", "number"), [(_longer, 2), (_adapter, 1), (_frozen, 0), (_in_a_group, 0)])
+def test_parameters_that_are_added_are_told_where_the_optimizer_does_not_have_them(
+    add: Callable[[nn.Module, torch.optim.Optimizer], None], number: int
+) -> None:
+    model = layers()
+    engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1})
+    engine.step(rows())
+    assert engine.optimizer is not None
+    add(model, engine.optimizer)
+    for expected in ([f"{number} parameters have come to the model"] if number else [], []):  # told once
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            engine.step(rows())
+        assert [
+            str(each.message).partition(" that the")[0] for each in warned if "have come" in str(each.message)
+        ] == expected
+
+
 def test_parameters_that_stay_the_same_objects_are_not_told_of() -> None:
     model = layers()
     engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from statistics import median
 from typing import Final
 
+import torch
 from torch import nn
 
 from memfit.batches import LossFunction
@@ -30,12 +31,12 @@ def noting_seconds(
     copies = BufferCopies(model)
     copies.add(tuple(name for name, _ in model.named_buffers() if name in changed_buffers))
     written = list(model.parameters())
-    trained, updated = Trained(model), Updated(model, written)
+    trained, updated = Trained(model), Updated(model, torch.optim.SGD(written) if written else None)
     seconds = []
     for _ in range(ROUNDS + 1):
         begin = clock()
         trained.changes()
-        updated.gone(model)
+        updated.changes(model)
         Guard(model, copies.copies, None, loss_fn)
         Unrestored(model, loss_fn, frozenset(copies.copies))
         has_gradients(model)

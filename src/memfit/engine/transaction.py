@@ -77,8 +77,7 @@ class Transactions:
         self.buffers = BufferCopies(model)
         self.before: Deciding | None = None
         self._trained: Trained | None = None
-        given = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
-        self._updated = Updated(model, given)
+        self._updated = Updated(model, optimizer)
         self._stuck = ""
 
     def check(self) -> None:
@@ -92,9 +91,9 @@ class Transactions:
             self._trained = Trained(self._model)
         return self._trained.changes()
 
-    def no_longer_updated(self) -> int:
-        """How many parameters that the optimizer updates have been replaced in the model since this was last asked."""
-        return self._updated.gone(self._model)
+    def no_longer_updated(self) -> tuple[int, int]:
+        """How many parameters that the optimizer updates have been replaced in the model since this was last asked, and how many added that it does not."""
+        return self._updated.changes(self._model)
 
     @contextmanager
     def begin(self, scaling: Scaling | None) -> Iterator[Transaction]:

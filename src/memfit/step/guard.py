@@ -6,7 +6,7 @@ Used wherever a step may be undone, in the engine's transaction and in the rehea
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,24 +59,33 @@ class Trained:
 
 
 class Updated:
-    """The parameters of a model that an optimizer updates. What takes the place of one in the model is not updated, and PyTorch says nothing.
+    """The parameters of a model that an optimizer updates. What takes the place of one in the model, or comes to it, is not updated, and PyTorch says nothing.
 
     Args:
         model: as the optimizer was made for it.
-        given: parameters that the optimizer holds, so that their ids stay theirs.
+        optimizer: holds parameters, so that their ids stay theirs; None for none.
     """
 
-    def __init__(self, model: nn.Module, given: Iterable[torch.Tensor]) -> None:
-        self._known = set(map(id, given)) & _parameters(model)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._there = _parameters(model)
+        self._known = self._held() & self._there
 
-    def gone(self, model: nn.Module) -> int:
-        """How many are not the model's any more that were when this was last asked."""
+    def changes(self, model: nn.Module) -> tuple[int, int]:
+        """How many are not the model's any more that were when this was last asked, and how many have come to it that the optimizer does not hold."""
         if not self._known:
-            return 0
-        still = self._known & _parameters(model)
-        gone = len(self._known) - len(still)
-        self._known = still
-        return gone
+            return 0, 0
+        there = _parameters(model)
+        gone = len(self._known - there)
+        added = there - self._there
+        if added:
+            added = {id(each) for each in model.parameters() if each.requires_grad} & added - self._held()
+        self._there, self._known = there, self._known & there
+        return gone, len(added)
+
+    def _held(self) -> set[int]:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return {id(each) for group in groups for each in group["params"]}
 
 
 def _parameters(model: nn.Module) -> set[int]:

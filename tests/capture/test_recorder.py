@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -350,6 +351,17 @@ def test_a_model_on_meta_is_captured_without_memory() -> None:
     trace = capture(StepSource(model, torch.empty(2, 1 << 20, device="meta"), mean, small.adamw)).trace
     assert sum(s.bytes for s in trace.storages if s.category is Category.PARAMETER) > 32 << 30
     assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_anomaly_detection_reads_no_fake_gradient() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    source = StepSource(model, torch.empty(2, 8, device="meta"), mean, small.adamw)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watched = capture(source).trace
+        assert torch.is_anomaly_enabled()
+    assert watched == capture(source).trace
 
 
 @pytest.mark.alternate(0)

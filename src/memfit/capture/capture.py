@@ -139,6 +139,7 @@ def on_fakes(
     cuda_kernels = nullcontext() if cuda is None else cuda.on()
     with (
         indices_checked(target),  # what is computed from a part of the batch alone runs for real
+        torch.autograd.set_detect_anomaly(False),  # it reads gradients, and fake ones have no values
         forked_generators(),
         batch_kept(source.sample),
         hidden_kept(source.model, source.loss_fn),

@@ -452,6 +452,7 @@ def loss_of(model: torch.nn.Module, batch: Batch, loss_fn: LossFunction | None) 
         )
     if not loss.requires_grad:
         raise InputError(
-            "the loss does not depend on any trainable parameter: check requires_grad and torch.no_grad() in the model, and that loss_fn detaches nothing"
+            "the loss does not depend on any trainable parameter: check requires_grad and torch.no_grad(), in the model and around this call, "
+            "and that loss_fn detaches nothing"
         )
     return loss

@@ -78,7 +78,11 @@ class Serving:
 
 def started(settings: ServiceSettings, folder: Path) -> Serving:
     store = ServiceStore(settings.folder, settings.store)
-    service = Service(settings, store, Dispatcher(settings, store))
+    try:
+        service = Service(settings, store, Dispatcher(settings, store))
+    except BaseException:
+        store.close()
+        raise
     return Serving(settings, service, folder, Studies(service), Housekeeping(service))
 
 

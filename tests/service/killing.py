@@ -90,7 +90,11 @@ def moved_by_hand(folder: Path) -> Iterator[Callable[..., Service]]:
     def made(**told: Any) -> Service:
         own = replace(settings(folder), **told)
         store = ServiceStore(own.folder)
-        opened.append(Service(own, store, Dispatcher(own, store)))
+        try:
+            opened.append(Service(own, store, Dispatcher(own, store)))
+        except BaseException:
+            store.close()
+            raise
         return opened[-1]
 
     yield made

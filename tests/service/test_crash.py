@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_a_full_disk_leaves_what_was_there_and_goes_on_when_there_is_space(serve
 
 
 def test_a_damaged_store_is_told_and_left_as_it_is_and_a_copy_can_be_put_back(
-    tmp_path: Path, serve: Callable[..., Serving]
+    tmp_path: Path, serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving = serve()
     serving.submit()
@@ -123,8 +124,19 @@ def test_a_damaged_store_is_told_and_left_as_it_is_and_a_copy_can_be_put_back(
     content = bytearray((tmp_path / "copy.sqlite").read_bytes())
     content[:100] = b"\xff" * 100
     (damaged / NAME).write_bytes(content)
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def noted(*arguments: Any, **named: Any) -> sqlite3.Connection:
+        opened.append(connect(*arguments, **named))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
     with pytest.raises(InputError, match="is damaged"):
         ServiceStore(damaged)
+    (left,) = opened
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        left.execute("SELECT 1")
     assert (damaged / NAME).read_bytes() == bytes(content)
 
 

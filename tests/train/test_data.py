@@ -266,7 +266,10 @@ def test_a_single_output_is_a_number_to_hit(tmp_path: Path) -> None:
         ({"t": "a", "k": 2}, r"data\.jsonl:1: label 2, but classes are 0 to 1"),
         ({"t": "a", "k": -1}, r"data\.jsonl:1: label -1"),
         ({"t": "a", "k": 0.5}, r"data\.jsonl:1: label 0.5"),
-        ({"t": "a", "k": "so"}, r"data\.jsonl:1: label 'so' is no class of the model; there are: none"),
+        (
+            {"t": "a", "k": "so"},
+            r"data\.jsonl:1: label 'so' is no class of the model; there are: none. Write classes as 0",
+        ),
         ({"t": "a", "k": None}, r"data\.jsonl:1: label None is neither"),
     ],
 )

@@ -160,11 +160,11 @@ class SqliteDatabase(Database):
         if found is None:
             # The last thread to go closes all of them.
             found = sqlite3.connect(self.file, isolation_level=None, timeout=30, check_same_thread=False)
+            self._opened.append(found)  # before anything is read, which a damaged file refuses
             found.row_factory = sqlite3.Row
             found.execute("PRAGMA journal_mode=WAL")
             found.execute("PRAGMA synchronous=FULL")
             self._here.connection = found
-            self._opened.append(found)
         return found
 
     def read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:

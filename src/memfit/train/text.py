@@ -232,8 +232,11 @@ class Labels:
         value = _field(line, self.field)
         if isinstance(value, str):
             if value not in (self.names or {}):
-                known = ", ".join(self.names or ()) or "none; write classes as 0, 1, 2, ..."
-                raise InputError(f"{line.where}: label {value!r} is no class of the model; there are: {known}")
+                known = ", ".join(self.names or ()) or "none"
+                raise InputError(
+                    f"{line.where}: label {value!r} is no class of the model; there are: {known}. Write classes as 0, 1, 2, ..., or give them these names in "
+                    "the model's config.json (id2label, label2id)"
+                )
             return (self.names or {})[value]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InputError(f"{line.where}: label {value!r} is neither a number nor a name")

@@ -146,3 +146,34 @@ def test_parameters_that_the_first_forward_makes_are_asked_for(build: Callable[[
     engine = memfit.apply(made, model, small.squared_error, small.adamw)
     engine.step(batch())
     assert engine.step(batch(), meter=True).peak_bytes == made.prediction.peak_bytes
+
+
+class Packed(nn.Module):
+    """A frozen weight that the first forward lays out for the processor's own kernels, as bitsandbytes does in eval mode on some."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=not frozen)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.packed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.packed:
+            self.weight.data, self.packed = self.weight.data.reshape(-1, 1), True
+        h: Tensor = self.inner(x @ self.weight.reshape(WIDTH, WIDTH))
+        return h
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_parameters_that_get_another_shape_in_the_first_forward_are_asked_for_before_planning(*, frozen: bool) -> None:
+    model, sample = Packed(frozen=frozen), torch.randn(8, WIDTH)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(InputError, match=r"first forward gives 1 of its parameters another shape \(weight\)"):
+        memfit.fit(model, sample, loss_fn, "1MiB", small.adamw)
+    assert model.weight.shape == (WIDTH, WIDTH)
+    with torch.no_grad():
+        model(sample)
+    assert memfit.fit(model, sample, loss_fn, "1MiB", small.adamw).step(sample).loss > 0

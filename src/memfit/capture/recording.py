@@ -80,7 +80,7 @@ def record(
         backend = backend_for(device)
         recorder = Recorder(paths, layouts, ranks, backend, as_written=as_written, device=device.type, views=views)
         step = _StepRecording(source, micro_batches, choices, recorder, graded, sharded)
-        parameters = dict(source.model.named_parameters())
+        parameters = {name: (parameter, parameter.shape) for name, parameter in source.model.named_parameters()}
         trained = _trained(source.model)
         step.first_pass()
         refrozen = _trained(source.model) != trained  # by forward

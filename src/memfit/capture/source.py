@@ -97,27 +97,39 @@ class StepSource:
         return optimizer
 
 
-def made_by_its_first_forward(model: nn.Module, before: Mapping[str, nn.Parameter] | None = None) -> None:
+def made_by_its_first_forward(
+    model: nn.Module, before: Mapping[str, tuple[nn.Parameter, torch.Size]] | None = None
+) -> None:
     """Refuse a model whose parameters are not the ones that it will train.
 
     Args:
         model: as it is now.
-        before: its parameters before a first forward; None where none was run, then those are looked for that say themselves that they are not made yet.
+        before: its parameters before a first forward, with their shapes then; None where none was run, then those are looked for that say themselves that
+            they are not made yet.
 
     Raises:
-        InputError: the first forward makes parameters, or puts others in their place.
+        InputError: the first forward makes parameters, puts others in their place, or gives them another shape.
     """
+    tried = "run one forward on a batch (with torch.no_grad(): model(x)) before planning"
     now = dict(model.named_parameters())
     if before is None:
         made = [name for name, parameter in now.items() if is_lazy(parameter)]
     else:
-        made = [name for name in {**before, **now} if before.get(name) is not now.get(name)]
+        made = [name for name in {**before, **now} if name not in before or before[name][0] is not now.get(name)]
     if made:
-        which = ", ".join(made[:3]) + (", ..." if len(made) > 3 else "")
         raise InputError(
-            f"the model's first forward makes {len(made)} of its parameters ({which}), which an optimizer made before it would not have: run one forward "
-            "on a batch (with torch.no_grad(): model(x)) before planning"
+            f"the model's first forward makes {len(made)} of its parameters ({_first(made)}), which an optimizer made before it would not have: {tried}"
         )
+    laid_out = [name for name, (parameter, shape) in (before or {}).items() if parameter.shape != shape]
+    if laid_out:
+        raise InputError(
+            f"the model's first forward gives {len(laid_out)} of its parameters another shape ({_first(laid_out)}), so they would not be what is planned for: "
+            f"{tried}"
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def model_digest(model: nn.Module) -> str:

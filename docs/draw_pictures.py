@@ -13,7 +13,8 @@ import torch
 
 import memfit
 from memfit.api import frontier_points
-from memfit.views import write_report
+from memfit.views.svg import svg_file
+from memfit.views.write import picture
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARE = 0.6
@@ -31,8 +32,8 @@ def main() -> None:
     budget = round(SHARE * plans[0].prediction.plain_peak_bytes)
     engine = memfit.fit(model, sample, None, budget, fixed=WHOLE)
     report = engine.report("A small GPT in 60 % of the bytes that plain PyTorch needs")
-    folder = ROOT / "docs" / "pictures"
-    write_report(replace(report, frontier=frontier_points(plans)), folder / "report.png")
+    drawn = picture(replace(report, frontier=frontier_points(plans)))
+    (ROOT / "docs" / "pictures" / "report.svg").write_text(svg_file(drawn, also_dark=True), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,16 @@ def test_every_page_is_there(site: Path) -> None:
     assert not list(site.glob("*.py"))
 
 
+def test_search_runs_where_the_folder_is_opened_from_disk(site: Path) -> None:
+    """Without its index as a script the theme's own script ends with an error there, and the switch to dark colours does nothing."""
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
+    for name, text in pages(site):
+        fetched = Fetched()
+        fetched.feed(text)
+        up = "/" if name == "404.html" else "../" * name.count("/")  # that one comes from a server
+        assert f"{up}iframe-worker.js" in fetched.addresses, name
+
+
 def test_a_page_fetches_nothing_from_elsewhere(site: Path) -> None:
     for name, text in pages(site):
         fetched = Fetched()

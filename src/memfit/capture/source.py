@@ -110,7 +110,6 @@ def made_by_its_first_forward(
     Raises:
         InputError: the first forward makes parameters, puts others in their place, or gives them another shape.
     """
-    tried = "run one forward on a batch (with torch.no_grad(): model(x)) before planning"
     now = dict(model.named_parameters())
     if before is None:
         made = [name for name, parameter in now.items() if is_lazy(parameter)]
@@ -118,13 +117,14 @@ def made_by_its_first_forward(
         made = [name for name in {**before, **now} if name not in before or before[name][0] is not now.get(name)]
     if made:
         raise InputError(
-            f"the model's first forward makes {len(made)} of its parameters ({_first(made)}), which an optimizer made before it would not have: {tried}"
+            f"the model's first forward makes {len(made)} of its parameters ({_first(made)}), which an optimizer made before it would not have: "
+            "run one forward on a batch (with torch.no_grad(): model(x)) before planning"
         )
     laid_out = [name for name, (parameter, shape) in (before or {}).items() if parameter.shape != shape]
     if laid_out:
         raise InputError(
             f"the model's first forward gives {len(laid_out)} of its parameters another shape ({_first(laid_out)}), so they would not be what is planned for: "
-            f"{tried}"
+            "run one forward on a batch (with torch.no_grad(): model(x)) before planning"
         )
 
 

@@ -860,6 +860,29 @@ def test_parameters_that_are_added_are_told_where_the_optimizer_does_not_have_th
         ] == expected
 
 
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16])
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_parameters_that_are_converted_are_told_as_the_plan_is_for_others(
+    convert: Callable[[nn.Module], nn.Module], *, rehearsed: bool
+) -> None:
+    def in_its_type(model: nn.Module, x: Tensor) -> Tensor:
+        return squares(model, x.to(next(model.parameters()).dtype))
+
+    model = layers()
+    fixed = {"micro_batches": 1}
+    if rehearsed:
+        engine = memfit.fit(model, rows(), in_its_type, "1GiB", torch.optim.SGD, fixed=fixed)
+    else:
+        plan = memfit.plan(model, rows(), in_its_type, "1GiB", torch.optim.SGD, fixed=fixed)
+        engine = memfit.apply(plan, model)
+    convert(model)
+    for times in (1, 0):  # told once
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            engine.step(rows())
+        assert sum("have another type than when the plan was made" in str(each.message) for each in warned) == times
+
+
 def test_parameters_that_stay_the_same_objects_are_not_told_of() -> None:
     model = layers()
     engine = memfit.fit(model, rows(), squares, "1GiB", torch.optim.SGD, fixed={"micro_batches": 1})

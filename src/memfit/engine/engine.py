@@ -332,8 +332,8 @@ class Engine:
         self._notice_the_mode()
 
     def _notice_what_is_trained(self) -> None:
-        """Warn where layers have been frozen or freed since the first step, or replaced or added since the optimizer was made."""
-        replaced, added = self._transactions.no_longer_updated()
+        """Warn where layers have been frozen or freed since the first step, or replaced, added or converted since the optimizer was made."""
+        replaced, added, converted = self._transactions.changed_parameters()
         if replaced:
             warnings.warn(
                 f"{replaced} parameters that the optimizer updates are not the model's any more: what replaced them is not trained. Call memfit.fit again",
@@ -342,6 +342,12 @@ class Engine:
         elif added:
             warnings.warn(
                 f"{added} parameters have come to the model that the optimizer does not have: they are not trained. Call memfit.fit again",
+                stacklevel=3,
+            )
+        if converted:
+            warnings.warn(
+                f"{converted} parameters have another type than when the plan was made, which is for theirs then: steps may exceed the budget. "
+                "Call memfit.fit again with this model",
                 stacklevel=3,
             )
         more, fewer = self._transactions.newly_trained()

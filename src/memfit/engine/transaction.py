@@ -91,8 +91,8 @@ class Transactions:
             self._trained = Trained(self._model)
         return self._trained.changes()
 
-    def no_longer_updated(self) -> tuple[int, int]:
-        """How many parameters that the optimizer updates have been replaced in the model since this was last asked, and how many added that it does not."""
+    def changed_parameters(self) -> tuple[int, int, int]:
+        """How many parameters have been replaced, added or converted since this was last asked; see `Updated.changes`."""
         return self._updated.changes(self._model)
 
     @contextmanager

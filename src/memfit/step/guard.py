@@ -69,27 +69,34 @@ class Updated:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
         self._there = _parameters(model)
-        self._known = self._held() & self._there
+        self._known = self._held() & self._there.keys()
 
-    def changes(self, model: nn.Module) -> tuple[int, int]:
-        """How many are not the model's any more that were when this was last asked, and how many have come to it that the optimizer does not hold."""
+    def changes(self, model: nn.Module) -> tuple[int, int, int]:
+        """What has changed since this was last asked.
+
+        Returns:
+            How many are not the model's any more, how many have come to it that the optimizer does not hold, and how many have another type.
+        """
         if not self._known:
-            return 0, 0
+            return 0, 0, 0
         there = _parameters(model)
-        gone = len(self._known - there)
-        added = there - self._there
+        gone = len(self._known - there.keys())
+        added = there.keys() - self._there.keys()
         if added:
             added = {id(each) for each in model.parameters() if each.requires_grad} & added - self._held()
-        self._there, self._known = there, self._known & there
-        return gone, len(added)
+        retyped = sum(self._there.get(name, dtype) != dtype for name, dtype in there.items())
+        self._there, self._known = there, self._known & there.keys()
+        return gone, len(added), retyped
 
     def _held(self) -> set[int]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return {id(each) for group in groups for each in group["params"]}
 
 
-def _parameters(model: nn.Module) -> set[int]:
-    return {id(each) for module in every_module(model) for each in module._parameters.values()}  # noqa: SLF001 - without the paths
+def _parameters(model: nn.Module) -> dict[int, torch.dtype]:
+    """Types of a model's parameters, by identity."""
+    every = (each for module in every_module(model) for each in module._parameters.values())  # noqa: SLF001 - without the paths
+    return {id(each): each.dtype for each in every if each is not None}
 
 
 class Deciding:

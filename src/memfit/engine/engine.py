@@ -346,8 +346,7 @@ class Engine:
             )
         if converted:
             warnings.warn(
-                f"{converted} parameters have another type than when the plan was made, which is for theirs then: steps may exceed the budget. "
-                "Call memfit.fit again with this model",
+                f"{converted} parameters have another type than when the plan was made: steps may exceed the budget. Call memfit.fit again with this model",
                 stacklevel=3,
             )
         more, fewer = self._transactions.newly_trained()

@@ -257,3 +257,26 @@ def test_a_card_that_nobody_knows_is_refused_before_torch_is_imported() -> None:
 
     assert done.stdout.split() == ["3", "False"]
     assert "no device called '4900' is known; did you mean rtx4090" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_layers_that_peft_refuses_get_no_adapters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+) -> None:
+    """Kernels read the weight of `out_proj` without calling the layer; PEFT refused the model as a whole."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 64, "n_groups": 1}
+    heads = {"num_heads": 4, "head_dim": 16} if kind == "mamba2" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **shape, **heads}), encoding="utf-8")
+    asked = ("estimate", tmp_path, "--gpu", "4090", "--method", "lora", "--length", 4, "--batch", 2, "--json")
+
+    ran = Ran(capsys, *asked)
+    data = ran.data
+
+    assert data["fits"]
+    assert "gemm_4bit" not in ran.err  # bitsandbytes', of kernels that nobody asked for
+    assert 0 < data["trained"] < data["parameters"]
+    assert "exclude_modules=['out_proj']" in data["python"]
+    exec(compile(data["python"], "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
+    assert len(capsys.readouterr().out.split()) == 3

@@ -160,7 +160,7 @@ def estimate(
     chosen, bare = _chosen(named, machine, method, budget)
     weights_bytes = sum(p.nbytes for p in bare.parameters())
     parameters = sum(p.numel() for p in bare.parameters())
-    model = chosen.on(bare)
+    chosen, model = chosen.on(bare)
     step = _Step(named, model, chosen, machine, budget, progress)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     planning = step.at(batch, length)

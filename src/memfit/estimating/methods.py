@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -12,6 +11,8 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
+from memfit.techniques.frozen_weights.four_bit import bitsandbytes_quiet
+from memfit.train.adapters import ALL_LINEAR, injected
 
 RANK: Final = 16  # of adapters, as most recipes have it
 
@@ -27,6 +28,7 @@ class Method:
         adapters: adapters are trained instead of the weights.
         settings: of techniques (`fixed=`).
         allow: words that the settings need (`allow=`).
+        left_out: names of linear layers that get no adapter.
     """
 
     name: str
@@ -35,40 +37,40 @@ class Method:
     adapters: bool
     settings: Mapping[str, Any] = field(default_factory=dict)
     allow: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
         """Python that puts adapters into `model`."""
         if not self.adapters:
             return ()
+        left_out = f", exclude_modules={list(self.left_out)}" if self.left_out else ""
         return (
             "import peft",
             "",
-            f'model = peft.get_peft_model(model, peft.LoraConfig(r={RANK}, target_modules="all-linear"))',
+            f'model = peft.get_peft_model(model, peft.LoraConfig(r={RANK}, target_modules="{ALL_LINEAR}"{left_out}))',
         )
 
-    def on(self, model: nn.Module) -> nn.Module:
-        """The model as it is trained this way.
+    def on(self, model: nn.Module) -> tuple[Method, nn.Module]:
+        """The model as it is trained this way, and the way as it is on this model.
 
         Raises:
             InputError: the way needs a package that is not installed, or finds no layer for an adapter.
         """
         if not self.adapters:
-            return model
+            return self, model
         if find_spec("peft") is None:
             raise InputError(f"--method {self.name} needs PEFT: pip install peft")
-        import peft
+        with bitsandbytes_quiet():  # PEFT imports it
+            import peft
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of models that PEFT knows less well; whoever runs the lines is told
-            try:
-                with torch.device("meta"):
-                    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear"))
-            except ValueError as error:
-                raise InputError(
-                    f"--method {self.name}: PEFT finds no layer for adapters: {str(error).splitlines()[0]}"
-                ) from error
-        return adapted.train()
+        try:
+            adapted, left_out = injected(model, peft.LoraConfig(r=RANK, target_modules=ALL_LINEAR))
+        except ValueError as error:
+            raise InputError(
+                f"--method {self.name}: PEFT finds no layer for adapters: {str(error).splitlines()[0]}"
+            ) from error
+        return replace(self, left_out=left_out), adapted.train()
 
 
 FULL: Final = Method(

@@ -160,7 +160,7 @@ def estimate_on_several(
     weights_bytes, parameters = (
         sum(each) for each in zip(*((p.nbytes, p.numel()) for p in bare.parameters()), strict=True)
     )
-    model = chosen.on(bare)
+    chosen, model = chosen.on(bare)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     sample = named.sample(batch, length)
 

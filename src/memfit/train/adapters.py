@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError, InputError
-from memfit.techniques.frozen_weights.four_bit import FourBitLinear
+from memfit.techniques.frozen_weights.four_bit import FourBitLinear, bitsandbytes_quiet
 from memfit.train.config import LoraConfig, Task
 
+ALL_LINEAR: Final = "all-linear"  # PEFT's word
 _TASKS: Final = {
     "causal-lm": "CAUSAL_LM",
     "sequence-classification": "SEQ_CLS",
@@ -34,27 +35,63 @@ def with_adapters(model: nn.Module, lora: LoraConfig, task: Task | None) -> nn.M
     """
     if find_spec("peft") is None:
         raise InputError("lora needs PEFT: pip install peft")
-    import peft
+    with bitsandbytes_quiet():  # PEFT imports it
+        import peft
 
-    targets: Any = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets)
     settings: Any = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=targets,
+        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
         task_type=_TASKS.get(task or ""),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of models that PEFT knows less well
+    try:
+        return injected(model, settings)[0].train()
+    except ValueError as error:
+        raise ConfigError(f"lora.targets: PEFT finds no layers for adapters: {str(error).splitlines()[0]}") from error
+
+
+def injected(model: nn.Module, settings: Any) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model with PEFT's adapters, and the names of layers that are left out; on the meta device where its parameters are.
+
+    Where adapters for all linear layers are asked for, PEFT refuses a model that has one which takes none (a Mamba's `out_proj`, whose weight kernels read
+    without calling the layer). Such layers are left out.
+
+    Args:
+        settings: a `peft.LoraConfig`.
+
+    Raises:
+        ValueError: PEFT finds no layers.
+    """
+    import peft
+
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    left_out: list[str] = []
+    while True:
+        attempt = copy.deepcopy(settings)  # PEFT writes the paths of the layers into it
+        attempt.exclude_modules = left_out or None
         try:
-            on_meta = any(parameter.is_meta for parameter in model.parameters())
-            with torch.device("meta") if on_meta else nullcontext():
-                adapted: nn.Module = peft.get_peft_model(model, settings)
-        except ValueError as error:
-            raise ConfigError(
-                f"lora.targets: PEFT finds no layers for adapters: {str(error).splitlines()[0]}"
-            ) from error
-    return adapted.train()
+            with warnings.catch_warnings(), torch.device("meta") if on_meta else nullcontext():
+                warnings.simplefilter("ignore")  # of models that PEFT knows less well
+                return peft.get_peft_model(model, attempt), tuple(left_out)
+        except ValueError:
+            refused = _first_without(model, attempt.target_modules) if settings.target_modules == ALL_LINEAR else None
+            if refused is None:
+                raise
+            left_out.append(refused)
+
+
+def _first_without(model: nn.Module, paths: Any) -> str | None:
+    """Name of the first of these layers that has no adapter, where PEFT stopped; the others' adapters are taken off."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    first: str | None = None
+    for path, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            model.set_submodule(path, module.get_base_layer())
+        elif first is None and path in paths:
+            first = path.rpartition(".")[2]
+    return first
 
 
 def merged(adapted: nn.Module) -> nn.Module:

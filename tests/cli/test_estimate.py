@@ -153,6 +153,13 @@ def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
         (["nowhere", "--gpu", "4090"], "nowhere: there is no config.json here. Name a folder"),
         (["{folder}", "--gpu", "4091"], "no device called '4091' is known; did you mean rtx4090"),
         (["{folder}", "--gpu", "4090", "--length", "4096"], "this model has positions for 128 tokens"),
+        (["{folder}", "--gpu", "4090", "--length", "0"], "--length 0: a whole number of at least 1 is needed"),
+        (["{folder}", "--gpu", "4x4090", "--length", "0"], "--length 0: a whole number of at least 1 is needed"),
+        (
+            ["{folder}", "--gpu", "mps"],
+            "--gpu mps: that is a device of torch, of which there is no data sheet: name a GPU",
+        ),
+        (["{folder}", "--gpu", "2xh100+2x4090"], "as for devices of several kinds"),
         (["{folder}", "--gpu", "4090", "--batch", "0"], "--batch 0: a whole number of at least 1 is needed"),
         (["{folder}", "--gpu", "4090", "--budget", "-3GiB"], "--budget: '-3GiB' is not a number of bytes"),
         (["{folder}", "--gpu", "4090", "--data", "a:b"], "--data goes with python:"),

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from memfit.cli.answer import Answer, Status
 from memfit.cli.way_table import RECOMPUTED, table
 from memfit.errors import BudgetError, ConfigError
-from memfit.hardware.machine import KNOWN, known_machine
+from memfit.hardware.machine import KNOWN, known_machine, of_torch
 from memfit.techniques.registry import BY_NAME
 from memfit.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from memfit.estimating.estimate import Estimate
+    from memfit.estimating.models import Named
     from memfit.estimating.several import SeveralEstimate
 
 _SEVERAL = re.compile(r"\s*\d+\s*[x*]\s*\S")  # "4x4090"
@@ -71,6 +72,11 @@ def run(arguments: argparse.Namespace) -> Answer:
     if _SEVERAL.match(arguments.gpu) or arguments.gpu.endswith(_MACHINE_FILES):
         return _on_several(arguments)
     if arguments.gpu.partition(":")[0] != "cuda":
+        if of_torch(arguments.gpu):
+            raise ConfigError(
+                f'--gpu {arguments.gpu}: that is a device of torch, of which there is no data sheet: name a GPU, such as --gpu 4090 ("memfit estimate --help" '
+                "lists them), or plan a run file for this computer with memfit plan"
+            )
         known_machine(arguments.gpu)  # a name that is mistyped is refused before torch is imported, which takes seconds
     from memfit.estimating.estimate import estimate, gpu_of
     from memfit.estimating.models import named
@@ -85,7 +91,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     try:
         display.stage("reading the configuration", 0.0)
         model = named(arguments.model, arguments.task, arguments.data)
-        length = arguments.length or min(1024, model.longest or 1024)
+        length = _length(arguments, model)
         found = estimate(
             model,
             machine,
@@ -104,6 +110,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
 
 
+def _length(arguments: argparse.Namespace, model: Named) -> int:
+    """Tokens of a sample, as asked for or as a model of so many positions takes them."""
+    asked: int | None = arguments.length
+    return min(1024, model.longest or 1024) if asked is None else asked
+
+
 def _on_several(arguments: argparse.Namespace) -> Answer:
     from memfit.estimating.models import named
     from memfit.estimating.several import estimate_on_several
@@ -118,7 +130,7 @@ def _on_several(arguments: argparse.Namespace) -> Answer:
         display.stage("reading the configuration", 0.0)
         model = named(arguments.model, arguments.task, arguments.data)
         found = estimate_on_several(
-            model, arguments.gpu, method=arguments.method, batch=arguments.batch, length=arguments.length or min(1024, model.longest or 1024),
+            model, arguments.gpu, method=arguments.method, batch=arguments.batch, length=_length(arguments, model),
             budget=arguments.budget, progress=display.stage,
         )  # fmt: skip
     finally:

@@ -71,13 +71,14 @@ def devices_of(text: str | int, here: Machine) -> Topology:
 def _of_no_form(text: str | int) -> InputError:
     return InputError(
         f'devices={text!r}: write how many and what, as "4x24GiB", "4xh100", "4x24GiB@50GB/s" or "2x8xh100@360GB/s,400GB/s", or name a machine file '
-        "(machines.yaml). Devices such as the model's are a number alone, as 4; which of them a process has says where its model is"
+        "(machines.yaml), as for devices of several kinds. Devices such as the model's are a number alone, as 4; which of them a process has says where its model "
+        "is"
     )
 
 
 def _named(text: str | int, what: str, here: Machine) -> Machine:
     """A device by its name ("h100", "4090") or its bytes ("24GiB")."""
-    if of_torch(what):
+    if of_torch(what) or "+" in what:  # "2xh100+2x4090"
         raise _of_no_form(text)
     try:
         return known_machine(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -266,14 +267,14 @@ def test_a_card_that_nobody_knows_is_refused_before_torch_is_imported() -> None:
     assert "no device called '4900' is known; did you mean rtx4090" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+@pytest.mark.parametrize(("kind", "layers"), [("mamba", 8), ("mamba2", 2)])  # of many layers PEFT keeps ends of paths
 def test_layers_that_peft_refuses_get_no_adapters(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, layers: int
 ) -> None:
     """Kernels read the weight of `out_proj` without calling the layer; PEFT refused the model as a whole."""
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 64, "n_groups": 1}
+    shape = {"hidden_size": 32, "num_hidden_layers": layers, "state_size": 4, "vocab_size": 64, "n_groups": 1}
     heads = {"num_heads": 4, "head_dim": 16} if kind == "mamba2" else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **shape, **heads}), encoding="utf-8")
     asked = ("estimate", tmp_path, "--gpu", "4090", "--method", "lora", "--length", 4, "--batch", 2, "--json")
@@ -287,3 +288,22 @@ def test_layers_that_peft_refuses_get_no_adapters(
     assert "exclude_modules=['out_proj']" in data["python"]
     exec(compile(data["python"], "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
     assert len(capsys.readouterr().out.split()) == 3
+
+
+@pytest.mark.parametrize("gpu", ["4090", "2x4090"])
+def test_a_forward_of_too_many_operations_is_told_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, gpu: str
+) -> None:
+    """A loop over the tokens in each of 64 layers was recorded for ten minutes and more."""
+    pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "num_hidden_layers": 64, "state_size": 4, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", **shape}), encoding="utf-8")
+
+    ran = Ran(capsys, "estimate", tmp_path, "--gpu", gpu, "--method", "full")
+
+    assert ran.status == 2
+    assert "forward of 1 x 1024 tokens runs more than 30,000 operations" in ran.err
+    shorter = re.search(r"shorter samples of (\d+) tokens at most", ran.err)
+    assert shorter is not None
+    assert 8 < int(shorter[1]) < 64
+    assert "weights, gradients and optimizer state alone take" in ran.err

@@ -12,6 +12,7 @@ from torch import nn
 from memfit.batches import Batch
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import BatchError, CaptureError, InfeasibleError, InputError
+from memfit.estimating.long_forward import check_operations
 from memfit.estimating.methods import METHODS, Method, least_bytes, method_of
 from memfit.estimating.models import Named
 from memfit.hardware.machine import Machine, known_machine
@@ -158,11 +159,13 @@ def estimate(
     check_size(named, batch, length)
     tell(progress, "building the model without its weights", 0.0)
     chosen, bare = _chosen(named, machine, method, budget)
+    least_of_all = least_bytes(bare, chosen)
     weights_bytes = sum(p.nbytes for p in bare.parameters())
     parameters = sum(p.numel() for p in bare.parameters())
     chosen, model = chosen.on(bare)
     step = _Step(named, model, chosen, machine, budget, progress)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    check_operations(named, model, batch, length, least_of_all, step.budget_bytes)
     planning = step.at(batch, length)
     tell(progress, "planning", 0.4)
     notes: list[str] = []

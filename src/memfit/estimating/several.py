@@ -13,6 +13,7 @@ from memfit.clusters import RECOMPUTED, ClusterPrediction, fastest, predict_clus
 from memfit.devices import several_devices, share_of
 from memfit.errors import InputError
 from memfit.estimating.estimate import SHARE, allowed, check_size, in_words, script
+from memfit.estimating.long_forward import check_operations
 from memfit.estimating.methods import METHODS, Method, least_bytes, method_of
 from memfit.estimating.models import Named
 from memfit.hardware.machine import known_machine
@@ -160,7 +161,9 @@ def estimate_on_several(
     weights_bytes, parameters = (
         sum(each) for each in zip(*((p.nbytes, p.numel()) for p in bare.parameters()), strict=True)
     )
+    each_bytes = least_bytes(bare, chosen) // ranks
     chosen, model = chosen.on(bare)
+    check_operations(named, model, batch, length, each_bytes, budget_bytes)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     sample = named.sample(batch, length)
 

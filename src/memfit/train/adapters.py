@@ -82,14 +82,18 @@ def injected(model: nn.Module, settings: Any) -> tuple[nn.Module, tuple[str, ...
 
 
 def _first_without(model: nn.Module, paths: Any) -> str | None:
-    """Name of the first of these layers that has no adapter, where PEFT stopped; the others' adapters are taken off."""
+    """Name of the first of these layers that has no adapter, where PEFT stopped; the others' adapters are taken off.
+
+    Args:
+        paths: of layers, or the ends of their paths, as PEFT has them where there are many.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     first: str | None = None
     for path, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             model.set_submodule(path, module.get_base_layer())
-        elif first is None and path in paths:
+        elif first is None and any(path == each or path.endswith(f".{each}") for each in paths):
             first = path.rpartition(".")[2]
     return first
 

@@ -66,7 +66,7 @@ def check_operations(
 
 def _operations(model: nn.Module, sample: Batch, loss_fn: LossFunction | None) -> int:
     """Of a forward, and no more than one above the most; 0 where it does not run on the meta device."""
-    counting = _Counting()
+    counting = _Counting()  # type: ignore[no-untyped-call]
     try:
         with torch.no_grad(), counting:
             what_the_model_gives(model, map_tensors(lambda tensor: tensor.to("meta"), sample), loss_fn)

@@ -15,6 +15,7 @@ from memfit.applying import apply
 from memfit.batches import Batch, LossFunction
 from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource, machine_of
+from memfit.capture.values_read import rows_alone
 from memfit.devices import plan_sharded, several_devices, share_of
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
@@ -106,34 +107,58 @@ def plan(
         InputError: another argument is invalid.
         CaptureError: the step cannot be captured, so it cannot be predicted.
     """
-    topology = None
+    asked: dict[str, Any] = {
+        "host_budget": host_budget,
+        "disk_budget": disk_budget,
+        "allow": allow,
+        "freeze": freeze,
+        "fixed": fixed,
+        "clip_norm": clip_norm,
+    }
     if devices not in _ONE_DEVICE:
-        refuse_wrapped(model)
-        refuse_made_optimizer(optimizer)
-        here = machine_of(model, device)
-        topology = several_devices(devices, here)
-        device = device if topology.devices[0].name == here.name else topology.devices[0].name
+        among = partial(_planned_among, devices, model, sample, loss_fn, budget, optimizer, device=device)
+        return among(lower_tier=lower_tier, loader_batches=loader_batches, progress=progress, **asked)
+    request = requested(model, budget=budget, device=device, folder=lower_tier, **asked)
+    return _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)[0]
+
+
+def _planned_among(
+    devices: Any,
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFunction | None,
+    budget: Budget,
+    optimizer: OptimizerFactory | None,
+    others: Sequence[Batch] = (),
+    *,
+    device: str | None = None,
+    lower_tier: str | Path | None = None,
+    loader_batches: int = 1,
+    progress: Progress | None = None,
+    **asked: Any,
+) -> Plan:
+    """The plan for several devices; arguments and errors are those of `plan`, and `others` are the samples of other ranks."""
+    refuse_wrapped(model)
+    refuse_made_optimizer(optimizer)
+    here = machine_of(model, device)
+    topology = several_devices(devices, here)
+    device = device if topology.devices[0].name == here.name else topology.devices[0].name
     request = requested(
         model,
-        sharers=1 if topology is None else topology.most_on_a_computer,
-        budget=budget if topology is None else share_of(topology, budget),
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        allow=allow,
-        freeze=freeze,
-        fixed=fixed,
-        clip_norm=clip_norm,
+        sharers=topology.most_on_a_computer,
+        budget=share_of(topology, budget),
         device=device,
         folder=lower_tier,
+        **asked,
     )
-    if topology is not None:
-        if loader_batches != 1:
-            raise InputError(
-                "loader_batches and devices do not go together yet: give a sample that holds all of a rank's step"
-            )
-        source = TraceSource(model, sample, loss_fn, optimizer, clip_norm, device, progress, network=topology)
-        return plan_sharded(source, request, topology)
-    return _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)[0]
+    if loader_batches != 1:
+        raise InputError(
+            "loader_batches and devices do not go together yet: give a sample that holds all of a rank's step"
+        )
+    source = TraceSource(model, sample, loss_fn, optimizer, request.clip_norm, device, progress, network=topology)
+    if others:
+        source.other_samples = lambda _: [alone for each in (sample, *others) for alone in rows_alone(each)]
+    return plan_sharded(source, request, topology)
 
 
 def _planned(
@@ -359,7 +384,7 @@ def fit(
         taken_back(model)
         refuse_wrapped(model)
         check_world(len(named_devices(devices, machine_of(model, None)).devices))
-        arguments: dict[str, Any] = {
+        asked: dict[str, Any] = {
             "host_budget": host_budget,
             "disk_budget": disk_budget,
             "allow": allow,
@@ -367,8 +392,8 @@ def fit(
             "fixed": fixed,
             "clip_norm": clip_norm,
         }
-        make: Any = partial(plan, model, sample, loss_fn, budget, optimizer, **arguments)
-        make = partial(make, lower_tier=lower_tier, loader_batches=loader_batches, devices=devices, progress=progress)
+        make: Any = partial(_planned_among, devices, model, sample, loss_fn, budget, optimizer, **asked)
+        make = partial(make, lower_tier=lower_tier, loader_batches=loader_batches, progress=progress)
         return fit_together(make, model, sample, loss_fn, optimizer, lower_tier=lower_tier, progress=progress)
     if fabric is not None:
         through_fabric.refuse(fabric, model, allow, fixed)

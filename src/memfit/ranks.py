@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from memfit import batches
 from memfit.applying import apply
 from memfit.batches import Batch, LossFunction
 from memfit.engine.engine import Engine
@@ -29,6 +30,9 @@ from memfit.techniques.sharding import way_of
 from memfit.units import format_bytes
 from memfit.values.plan import Plan
 from memfit.values.report import MeasuredRank, Rehearsal
+
+_WHOLE: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+SENT_BYTES: Final = 16 << 20  # of one rank's sample, at most
 
 
 def place() -> tuple[int, int] | None:
@@ -95,7 +99,7 @@ def join_group(device: torch.device) -> None:
 
 
 def fit_together(
-    make: Callable[[], Plan],
+    make: Callable[[Sequence[Batch]], Plan],
     model: nn.Module,
     sample: Batch,
     loss_fn: LossFunction | None,
@@ -107,7 +111,7 @@ def fit_together(
     """Join the ranks of this run where they have no group yet, hand them the plan of the first one, and rehearse one step together.
 
     Args:
-        make: makes the plan; called on rank 0 alone, while the others wait for it.
+        make: makes the plan, given what `samples_of_others` gives; called on rank 0 alone, while the others wait for it.
         model: the same on every rank.
         sample: this rank's part of a batch.
         loss_fn, optimizer: as for `memfit.fit`.
@@ -120,31 +124,56 @@ def fit_together(
         InfeasibleError: one rank measured more than the budget, and there is no plan that much smaller; on all ranks, naming that one.
     """
     if not dist.is_initialized():
-        there = place()
-        assert there is not None, "whoever comes here has checked"
-        if there[0] == 0:
-            make = _tried(make)
         join_group(device_of(model))
     follow_device(device_of(model))
-    made = planned_together(make)
+    others = samples_of_others(sample)
+    made = planned_together(lambda: make(others))
     check_plan(made, dist.get_world_size())
     engine = apply(made, model, loss_fn, optimizer, lower_tier=lower_tier)
     rehearsed_together(engine, sample, progress)
     return engine
 
 
-def _tried(make: Callable[[], Plan]) -> Callable[[], Plan]:
-    """What was made before the group is there, or why it was not: the others wait for either."""
-    try:
-        found = make()
-    except MemfitError as error:
-        refused = error
+def samples_of_others(sample: Batch) -> list[Batch]:
+    """On rank 0 its sample with what another rank's has of whole numbers and truth values, for each of those that differ from its own; none elsewhere.
 
-        def fail() -> Plan:
-            raise refused
+    Such are tokens, masks and lengths, by which forward may run other operations: those of padding, which rank 0's own part may have none of.
 
-        return fail
-    return lambda: found
+    Args:
+        sample: of this rank; all ranks call this.
+    """
+    leaves = batches.leaves(sample)
+    whole = [leaf.detach().cpu() if leaf.dtype in _WHOLE and leaf.layout is torch.strided else None for leaf in leaves]
+    if sum(leaf.nbytes for leaf in whole if leaf is not None) > SENT_BYTES:
+        whole = []
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(whole, gathered, dst=0)
+    found = []
+    for each in gathered or ():
+        if len(each) == len(whole) and all(map(_laid_out_alike, each, whole)) and not all(map(_equal, each, whole)):
+            found.append(_with(sample, each))
+    return found
+
+
+def _laid_out_alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is None or other is None or torch.equal(one, other)
+
+
+def _with(sample: Batch, sent: Sequence[torch.Tensor | None]) -> Batch:
+    """The sample with these tensors in place of its own, where there are some."""
+    parts = iter(sent)
+
+    def of(own: torch.Tensor) -> torch.Tensor:
+        part = next(parts)
+        return own if part is None else part.to(own.device)
+
+    return batches.map_tensors(of, sample)
 
 
 def planned_together(make: Callable[[], Plan]) -> Plan:

@@ -211,3 +211,15 @@ def looped_in_fp16(rank: int, ranks: int, ways: Sequence[str]) -> list[tuple[lis
         found.append((skipped, engine.state_dict()))
     torch.distributed.destroy_process_group()
     return found
+
+
+def padded_elsewhere(rank: int, way: str, budget: int) -> tuple[list[float], list[int], int]:
+    """Losses of three steps after a fit, where no sample of rank 0's part has padding; peaks of three more, and how often another path was run than planned."""
+    model, sample, loss_fn = steps.padded()
+    own = steps.part_of(sample, 1 - rank, 2)
+    engine = memfit.fit(model, own, loss_fn, budget, steps.sgd, devices=2, fixed={"sharding": way})
+    records = [engine.step(own) for _ in range(3)]
+    peaks = [engine.step(own, meter=True).peak_bytes or 0 for _ in range(3)]
+    torch.distributed.destroy_process_group()
+    left = sum(len(record.divergences) + len(record.begun_anew) for record in records)
+    return [record.loss for record in records], peaks, left

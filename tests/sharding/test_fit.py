@@ -41,6 +41,23 @@ def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
         assert told == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "way", ["zero3", "1f1b", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data", "zero2"))]
+)
+def test_a_path_that_another_ranks_samples_take_is_planned_for(way: str) -> None:
+    """Rank 0 plans, and only rank 1 has padding, which makes a mask and all that comes of it."""
+    model, sample, loss_fn = steps.padded()
+    fixed = {"sharding": way}
+    budget = memfit.smallest_budget(
+        memfit.plan(model, steps.part_of(sample, 0, 2), loss_fn, "1GiB", steps.sgd, devices=2, fixed=fixed)
+    )
+    losses, _ = steps.alone(steps.padded, "sgd")
+    for told, peaks, left in on_ranks(2, fits.padded_elsewhere, way, budget, joined=False):
+        assert told == pytest.approx(losses, rel=1e-5)
+        assert min(peaks) <= budget
+        assert left == 0
+
+
 def test_the_first_rank_saves_the_whole_model_under_any_way() -> None:
     """`model.state_dict()` has shards under ZeRO 2 and 3, and of a pipeline a stage."""
     model, sample, loss_fn = steps.chain()

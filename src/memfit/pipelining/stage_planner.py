@@ -118,6 +118,13 @@ class StagePlanner:
         """As in `Undivided`; where forwards differ, stages run nothing again."""
         return self.undivided.unconfirmed
 
+    def _like_it(self, samples: int) -> list[Batch]:
+        """Batches of the pipeline's size, of what is known to come."""
+        total = batches.size(self.batch)
+        others = () if self.source.other_samples is None else self.source.other_samples(samples)
+        as_large = (batches.rows(other, [row % batches.size(other) for row in range(total)]) for other in others)
+        return [*rows_alone(self.batch), *as_large]
+
     def _other_kinds(self, step: StepSource) -> tuple[Batch, ...]:
         """Of what the rows of the batch show. No rank learns a path while it trains, so each row is taken for what a whole batch may be like.
 
@@ -125,7 +132,7 @@ class StagePlanner:
             InputError: on some, forward calls other parts, or parts give other things.
         """
         captured, around = self.undivided.captured, around_forwards(step.model, self.techniques)
-        of_all = replace(step, sample=self.batch, other_samples=lambda _: rows_alone(self.batch))
+        of_all = replace(step, sample=self.batch, other_samples=self._like_it)
         techniques = self.techniques.but(micro_batches=self.micro_batches, frozen=())
         kinds = []
         for sample in other_samples(of_all, techniques, captured)[0]:

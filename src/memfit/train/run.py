@@ -120,7 +120,7 @@ def _on_ranks(
         _check_steps(snapshot, total_steps(config.train, assembly.batches))
     own = alike.marks_of(config, assembly)
     engine = fit_together(
-        lambda: plan or make_plan(config, assembly, None, display),
+        lambda _: plan or make_plan(config, assembly, None, display),
         assembly.model, assembly.batches.sample(), assembly.loss_fn, assembly.optimizer, **lower_tier(assembly), progress=display.stage,
     )  # fmt: skip
     assert engine.sharded is not None

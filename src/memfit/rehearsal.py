@@ -22,6 +22,7 @@ from memfit.errors import InfeasibleError, Remedy, SnapshotError
 from memfit.planning import changed, planning_of
 from memfit.progress import Progress, tell
 from memfit.step.attributes import Attributes, besides_modules, held_by, items_of
+from memfit.step.buffers import as_large_as
 from memfit.step.guard import Guard, Trained
 from memfit.step.held_tensors import model_tensors
 from memfit.step.optimizer_state import set_optimizer
@@ -234,7 +235,7 @@ def _copied_to_disk(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Opti
             with torch.no_grad():
                 for tensor, value in zip(tensors, saved["tensors"], strict=True):
                     with torch.inference_mode() if tensor.is_inference() else nullcontext():
-                        tensor.copy_(value)
+                        as_large_as(tensor, value).copy_(value)
             if optimizer is not None:
                 if fresh:
                     optimizer.state.clear()

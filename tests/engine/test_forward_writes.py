@@ -118,6 +118,25 @@ class ReadsStatistics(nn.Module):
         return self.body(self.norm(h / spread).tanh())
 
 
+class Observer(nn.Module):
+    """Scales each channel by the largest value so far; how many channels there are it learns from its first batch, as observers of torch.ao do."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.body = nn.Linear(small.WIDTH, small.WIDTH), small.chain(2)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        now = h.detach().abs().amax(0)
+        if not self.largest.numel():
+            self.largest.resize_(now.shape).zero_()
+        self.largest.copy_(torch.maximum(self.largest, now))
+        return self.body((h / self.largest).tanh())
+
+
 def first_is_right(model: nn.Module, batch: Any) -> Tensor:
     logits = model(batch[0])
     return functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
@@ -130,6 +149,7 @@ WRITING: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "codebook": (Codebook, small.squared_error),
     "clipped weights": (Clipped, small.squared_error),
     "statistics that were read": (ReadsStatistics, small.squared_error),
+    "a buffer that is resized": (Observer, small.squared_error),
 }
 
 
@@ -167,7 +187,15 @@ def test_training_under_a_plan_writes_the_same_bits(name: str) -> None:
     assert not made.script.plain
 
 
-@pytest.mark.parametrize("name", set(WRITING) - {"clipped weights", "statistics that were read"})
+def test_a_rehearsal_gives_a_buffer_that_is_resized_its_size_back() -> None:
+    model, loss_fn = built("a buffer that is resized")
+    memfit.fit(model, batch(0), loss_fn, 1 << 50, small.adamw, fixed={"micro_batches": 1})
+    assert model.get_buffer("largest").shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "name", set(WRITING) - {"clipped weights", "statistics that were read", "a buffer that is resized"}
+)
 def test_micro_batches_that_would_write_again_are_refused(name: str) -> None:
     model, loss_fn = built(name)
     with pytest.raises(SplitError, match="forward itself writes .* parameters that are not trained"):

@@ -66,6 +66,8 @@ class Buffers:
         ]
         self._copies = copies
         noted = self._by_path()
+        for path, copy in copies.items():
+            as_large_as(copy, noted[path])
         if copies:  # in one call, as some models have hundreds
             torch._foreach_copy_(list(copies.values()), [noted[path] for path in copies])
 
@@ -76,10 +78,15 @@ class Buffers:
         noted = self._by_path()
         with torch.no_grad():
             for path, copy in self._copies.items():
-                noted[path].copy_(copy)
+                as_large_as(noted[path], copy).copy_(copy)
 
     def _by_path(self) -> dict[str, torch.Tensor]:
         return {path: buffer for path, _, _, buffer in self._places if buffer is not None} if self._copies else {}
+
+
+def as_large_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor, resized where the other has another shape: a forward may resize a buffer (an observer, whose first batch tells its channels)."""
+    return tensor if tensor.shape == like.shape else tensor.resize_(like.shape)
 
 
 def further_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -77,6 +78,22 @@ class Lengthened(nn.Module):
         length = 2 * x.shape[1]
         spectrum = torch.fft.rfft(x.transpose(1, 2), n=length) * torch.fft.rfft(self.kernel, n=length)
         return torch.fft.irfft(spectrum, n=length)[..., : x.shape[1]].transpose(1, 2)
+
+
+class Stored(nn.Module):
+    """Its parameter is held by a store beside it, which has it put back where the module has another (Pyro's)."""
+
+    store: ClassVar[dict[str, nn.Parameter]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.store["scale"] = self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is not self.store["scale"]:
+            self.scale = self.store["scale"]
+        return torch.tanh(self.inner(x) * self.scale)
 
 
 def lazy() -> nn.Module:
@@ -177,3 +194,11 @@ def test_parameters_that_get_another_shape_in_the_first_forward_are_asked_for_be
     with torch.no_grad():
         model(sample)
     assert memfit.fit(model, sample, loss_fn, "1MiB", small.adamw).step(sample).loss > 0
+
+
+def test_parameters_that_a_store_puts_back_are_asked_to_be_held_by_the_model() -> None:
+    model = built(Stored)
+    model(batch()[0])
+    with pytest.raises(InputError, match=r"makes 1 of its parameters \(scale\).* have the model itself hold them"):
+        memfit.plan(model, batch(), small.squared_error, 1 << 40)
+    assert dict(model.named_parameters())["scale"] is Stored.store["scale"]

@@ -314,6 +314,45 @@ class Cut(nn.Module):
         return self.inner(x) * between * self.halves[0] * self.halves[1]
 
 
+class Tree:
+    """Tensors by name, and more such trees (torchrl's losses hold parameters in one)."""
+
+    def __init__(self, **held: Tree | Tensor) -> None:
+        self.held = held
+
+    def leaves(self, path: str = "") -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, held in self.held.items():
+            found |= held.leaves(f"{path}{name}_") if isinstance(held, Tree) else {path + name: held}
+        return found
+
+
+class Branching(nn.Module):
+    """Registers the parameters of a tree, and reads them in the tree."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.tree = Tree(weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 8), bias=nn.Parameter(torch.zeros(WIDTH)))
+        for _ in range(depth):
+            self.tree = Tree(first=self.tree, weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 8))
+        for name, parameter in self.tree.leaves().items():
+            self.register_parameter(name, parameter)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tensor in self.tree.leaves().values():
+            x = x @ tensor if tensor.dim() == 2 else (x + tensor).tanh()
+        return x
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_parameters_that_are_read_in_a_tree_of_objects_are_those_of_the_model(depth: int, fraction: float) -> None:
+    torch.manual_seed(0)
+    model, x = Branching(depth), rows()
+    (made,) = plans_between(model, x, squares, adamw, fractions=(fraction,))
+    assert measured_peak(made, model, x, squares, adamw) == made.prediction.peak_bytes
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
 def test_a_part_of_a_larger_tensor_counts_with_all_of_it(fraction: float) -> None:
     model, x = Cut(), rows()

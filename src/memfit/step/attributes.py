@@ -49,13 +49,14 @@ class Attributes:
         self._contents: list[Any] = []
         self._generators: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {}
-        # What is left to look at, and whether it lies in an object of another class: of those only the first is looked into, as a trainer leads anywhere.
-        waiting = [(root, False) for root in reversed(roots)]
+        # What is left to look at, and the class of the object in which it lies: of those only the first is looked into, as a trainer leads anywhere, and what
+        # it holds of its own class (a tree of tensors).
+        waiting: list[tuple[Any, type | None]] = [(root, None) for root in reversed(roots)]
         while waiting:
             value, inside = waiting.pop()
             waiting += self._noted(value, inside=inside)
 
-    def _noted(self, value: Any, *, inside: bool) -> Iterator[tuple[Any, bool]]:
+    def _noted(self, value: Any, *, inside: type | None) -> Iterator[tuple[Any, type | None]]:
         """Note one value; yields what it holds."""
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
@@ -69,15 +70,15 @@ class Attributes:
                 held = items_of(value)
         elif isinstance(value, nn.Module):
             self.modules.append(value)
-            held, inside = (vars(value),), False
+            held, inside = (vars(value),), None
         elif (generator := _generator(value)) is not None:
             self._generators.append(generator)
-        elif inside:
+        elif inside not in (None, type(value)):
             del self._seen[id(value)]  # it may be a root, too, or be met in a list
         elif not isinstance(value, _OPAQUE) and isinstance(getattr(value, "__dict__", None), dict):
             if f"{type(value).__module__}.".startswith(_OF_LIBRARIES):
                 return
-            held, inside = (vars(value),), True
+            held, inside = (vars(value),), type(value)
         yield from ((each, inside) for each in held)
 
     def put_back(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -110,6 +111,22 @@ def test_a_tied_weight_is_frozen_wherever_it_is_used() -> None:
     with frozen(model, ["head"]):
         assert names(model) == {"embeddings.words.weight", "head.bias"}
     assert names(model) == set()
+
+
+class Named(Encoder):
+    """Tells its parameters by a method of its own, without the argument that nn.Module's has besides (torchrl's losses leave their target networks out)."""
+
+    def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        yield from super().named_parameters(prefix)
+
+
+@pytest.mark.parametrize("patterns", [[], ["embeddings"]])
+def test_a_model_may_tell_its_parameters_by_a_method_of_its_own(patterns: list[str]) -> None:
+    engine = memfit.fit(Named(), ids(), next_token, "1GiB", small.adamw, freeze=patterns)
+    engine.step(ids())
+    assert names(engine.model) == (
+        {"embeddings.words.weight", "embeddings.norm.weight", "embeddings.norm.bias"} if patterns else set()
+    )
 
 
 # -- numbers and bytes -----------------------------------------------------------------------------------------------------

@@ -42,5 +42,5 @@ def arranged(
         return optimizer
     else:
         optimizer = ChunkedOptimizer(optimizer, **settings, folder=folder)
-    optimizer.name(dict(model.named_parameters(remove_duplicate=False)))
+    optimizer.name(dict(nn.Module.named_parameters(model, remove_duplicate=False)))
     return optimizer

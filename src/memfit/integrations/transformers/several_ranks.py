@@ -200,7 +200,7 @@ class TrainerOnRanks:
         whole = _weights(Path(checkpoint))
         model = self._sharded.model
         names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in torch.nn.Module.named_parameters(model, remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)  # tied ones are saved once, under one of their names
         with torch.no_grad():
             for name, part in self._sharded.named().items():

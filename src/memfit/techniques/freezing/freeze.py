@@ -84,7 +84,8 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
 
 def _owners(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
     """Every name of every parameter that a pattern means; one that is tied is frozen wherever it is used."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    # Asked of nn.Module: a model's own method may not know the argument (losses of torchrl).
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         if any(_means(pattern, name) for pattern in patterns):
             yield name, parameter
 
@@ -108,7 +109,7 @@ def _part_of(name: str, patterns: Sequence[str]) -> str:
 def _check(model: nn.Module, patterns: Sequence[str]) -> None:
     if isinstance(patterns, str):
         raise InputError(f"freeze={patterns!r} is one pattern: give a list of them, freeze=[{patterns!r}]")
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise InputError(f"freeze={pattern!r} is no pattern: write paths of modules, such as freeze=['embeddings']")

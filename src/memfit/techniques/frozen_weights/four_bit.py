@@ -134,7 +134,7 @@ def convertible(model: nn.Module) -> list[str]:
 
     One with hooks is left alone too: they are not the layer's own to hand on.
     """
-    used = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    used = Counter(id(p) for _, p in nn.Module.named_parameters(model, remove_duplicate=False))
     return [
         path
         for path, module in model.named_modules()

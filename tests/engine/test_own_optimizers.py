@@ -222,8 +222,13 @@ class WithObjects(EachAlone):
         parameter.sub_(LR * state["last"][0])
 
 
+def of_each(tensors_of: Callable[[Any], Iterable[Tensor]]) -> Callable[[Any], Iterable[Tensor]]:
+    """Of an optimizer's state of each parameter."""
+    return lambda optimizer: (tensor for each in optimizer.state.values() for tensor in tensors_of(each))
+
+
 def check_counted(kind: Any, samples: int, tensors_of: Callable[[Any], Iterable[Tensor]]) -> None:
-    """The peak with this optimizer is predicted, and that of plain PyTorch; so are the parameters. `tensors_of` is of a parameter's state."""
+    """The peak with this optimizer is predicted, and that of plain PyTorch; so are the parameters. `tensors_of` gives what the optimizer keeps."""
     batch, model = rows(samples), chain()
     optimizer = kind(model.parameters())
     made = memfit.plan(model, batch, squared_error, 1 << 40, kind, fixed={"micro_batches": 1})
@@ -231,8 +236,7 @@ def check_counted(kind: Any, samples: int, tensors_of: Callable[[Any], Iterable[
         squared_error(model, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-    state = (tensor for each in optimizer.state.values() for tensor in tensors_of(each))
-    with metered(chain_of(model.parameters(), batch, state)) as plain:
+    with metered(chain_of(model.parameters(), batch, tensors_of(optimizer))) as plain:
         loss = squared_error(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -245,7 +249,7 @@ def check_counted(kind: Any, samples: int, tensors_of: Callable[[Any], Iterable[
 
 @pytest.mark.parametrize("samples", [8, 512])
 def test_state_in_objects_and_queues_counts(samples: int) -> None:
-    check_counted(WithObjects, samples, lambda state: (*state["last"], *state["factor"].statistics))
+    check_counted(WithObjects, samples, of_each(lambda state: (*state["last"], *state["factor"].statistics)))
 
 
 class Narrow(Tensor):
@@ -289,4 +293,32 @@ class WithNarrowState(EachAlone):
 
 @pytest.mark.parametrize("samples", [8, 512])
 def test_state_that_wraps_other_tensors_counts_as_these(samples: int) -> None:
-    check_counted(WithNarrowState, samples, lambda state: (state["average"].kept,))
+    check_counted(WithNarrowState, samples, of_each(lambda state: (state["average"].kept,)))
+
+
+class Several(torch.optim.Optimizer):
+    """Steps two optimizers that it holds in a list, and goes half of the way back to earlier weights (Zhang et al., 2019)."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        held = list(parameters)
+        super().__init__(held, {})
+        self.steps = [torch.optim.Adam(held[:3], 1e-3), torch.optim.SGD(held[3:], 1e-2, momentum=0.9)]
+        self.slow = {"weights": [parameter.detach().clone() for parameter in held]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for each in self.steps:
+            each.step()
+        for parameter, slow in zip(self.param_groups[0]["params"], self.slow["weights"], strict=True):
+            slow.lerp_(parameter, 0.5)
+            parameter.copy_(slow)
+
+    def kept(self) -> list[Tensor]:
+        inner = [tensor for each in self.steps for state in each.state.values() for tensor in state.values()]
+        return [*self.slow["weights"], *(tensor for tensor in inner if tensor is not None)]
+
+
+@pytest.mark.parametrize("samples", [8, 512])
+def test_what_an_optimizer_keeps_in_its_attributes_counts(samples: int) -> None:
+    check_counted(Several, samples, Several.kept)

@@ -42,7 +42,7 @@ from memfit.step.guard import Deciding
 from memfit.step.held_tensors import loss_tensors, model_tensors
 from memfit.step.modules import forget_modules, has_gradients, remembering_modules
 from memfit.step.other_kernels import CompileWatch
-from memfit.step.program import StepProgram, state_tensors
+from memfit.step.program import StepProgram, held_by_optimizer, state_tensors
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.stream import LayerStream
 from memfit.techniques.autocast.precision import Scaling
@@ -624,7 +624,7 @@ class Engine:
         others += loss_tensors(self.loss_fn)
         scaling = self.scaling.tensors() if self.scaling is not None else []
         streamed = [] if self.stream is None else [t for held in self.stream.buffers().values() for t in held]
-        state = state_tensors(self.optimizer) if self.optimizer is not None else []
+        state = held_by_optimizer(self.optimizer) if self.optimizer is not None else []
         return [*parameters, *state, *others, *gradients, *scaling, *streamed]
 
     def report(self, title: str = "memfit", facts: Any = ()) -> Report:

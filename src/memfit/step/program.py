@@ -45,6 +45,14 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return tensors_within(own.state.values())
 
 
+def held_by_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its state, and what lies in attributes of a user's own class: weights to go back to (lookahead), the state of optimizers that it steps."""
+    own = own_optimizer(optimizer)
+    return state_tensors(optimizer) + (
+        [] if type(own).__module__.startswith("memfit.") else tensors_within([vars(own)])
+    )
+
+
 @dataclass(slots=True)
 class StepProgram:
     """A model with its loss, optimizer and clipping.

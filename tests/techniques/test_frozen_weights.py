@@ -392,3 +392,9 @@ memfit.plan(model, torch.ones(4, 64), lambda model, x: model(x).mean(), "1GiB", 
 def test_planning_beside_frozen_weights_says_nothing_of_kernels_that_bitsandbytes_lacks() -> None:
     done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=True)
     assert "gemm" not in done.stderr + done.stdout
+
+
+def test_planning_beside_frozen_weights_leaves_the_checks_of_distributions() -> None:
+    """Else a model that makes distributions runs other operations after planning than before it."""
+    checked = f"{QUIET}\nassert torch.distributions.Normal(0.0, 1.0)._validate_args"
+    subprocess.run([sys.executable, "-c", checked], check=True)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import InputError
@@ -39,14 +40,18 @@ def has_kernels() -> bool:
 
 @contextmanager
 def bitsandbytes_quiet() -> Iterator[None]:
-    """Imported inside the block, it says nothing of kernels that it would rather have: whoever only plans has not asked for it."""
+    """Imported inside the block, it says nothing of kernels that it would rather have: whoever only plans has not asked for it.
+
+    Nor does it change what models do: it compiles a function as it is imported, and torch.compile ends the checks of torch.distributions for the process.
+    """
     logger = logging.getLogger("bitsandbytes")
-    before = logger.level
+    before, checked = logger.level, Distribution._validate_args  # noqa: SLF001 - what set_default_validate_args sets
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(before)
+        Distribution.set_default_validate_args(checked)
 
 
 class FourBitLinear(nn.Module):

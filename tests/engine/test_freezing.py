@@ -116,8 +116,8 @@ def test_a_tied_weight_is_frozen_wherever_it_is_used() -> None:
 class Named(Encoder):
     """Tells its parameters by a method of its own, without the argument that nn.Module's has besides (torchrl's losses leave their target networks out)."""
 
-    def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
-        yield from super().named_parameters(prefix)
+    def named_parameters(self, prefix: str = "", *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        yield from super().named_parameters(prefix, recurse)
 
 
 @pytest.mark.parametrize("patterns", [[], ["embeddings"]])

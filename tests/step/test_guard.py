@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from memfit.errors import EngineError
 from memfit.step import generators, process_generators
+from memfit.step.attributes import PlainValues
 from memfit.step.buffers import BufferCopies, Buffers
 from memfit.step.device import device_of
 from memfit.step.guard import Guard
@@ -190,3 +191,13 @@ def test_buffers_without_copies_are_the_same_tensors_again() -> None:
     noted.put_back()
     assert model.replaced is replaced
     assert model.absent is None
+
+
+def test_modules_of_torch_get_their_mode_back() -> None:
+    """A loss that samples in eval mode may be ended before it has set train again."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    model[0].eval()
+    noted = PlainValues(model)
+    model.eval()
+    noted.put_back()
+    assert [module.training for module in model.modules()] == [True, False, True]

@@ -97,10 +97,11 @@ class PlainValues:
     A flag often says what is in a buffer (how far a table is filled): whoever puts back the one has to put back the other.
 
     Args:
-        models: whose modules; torch's own keep no such state and are left out.
+        models: whose modules; torch's own keep no such state but their mode, train or eval, which a loss may set for a part of it.
     """
 
     def __init__(self, *models: nn.Module) -> None:
+        self._modes = [(module, module.training) for model in models for module in every_module(model)]
         self._held = [
             (module, tuple(vars(module)), _plain_ones(vars(module)))
             for model in models
@@ -115,6 +116,8 @@ class PlainValues:
             for name in now.keys() - OF_EVERY_MODULE - set(names):
                 del now[name]
             now.update(held)
+        for module, mode in self._modes:
+            module.training = mode
 
 
 def is_plain(value: object) -> bool:

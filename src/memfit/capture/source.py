@@ -117,8 +117,9 @@ def made_by_its_first_forward(
         made = [name for name in {**before, **now} if name not in before or before[name][0] is not now.get(name)]
     if made:
         raise InputError(
-            f"the model's first forward makes {len(made)} of its parameters ({_first(made)}), which an optimizer made before it would not have: run one forward "
-            "on a batch (with torch.no_grad(): model(x)) before planning, and where one has been run, have the model itself hold them, not a store beside it"
+            f"the model's first forward makes {len(made)} of its parameters ({_first(made)}), which an optimizer made before it would not have: run one "
+            "forward on a batch (with torch.no_grad(): model(x)) before planning, and where one has been run, have the model itself hold them, not a store "
+            "beside it"
         )
     laid_out = [name for name, (parameter, shape) in (before or {}).items() if parameter.shape != shape]
     if laid_out:

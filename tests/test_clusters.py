@@ -96,6 +96,7 @@ def test_bytes_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.step_seconds == pytest.approx(plan.prediction.step_seconds)
 
 
+@pytest.mark.slow
 def test_what_zero_1_deals_out_is_that_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has the embedding and nothing of few blocks, but some of many."""
     (told,) = predicted("zero1", ("none",))

@@ -146,6 +146,7 @@ def test_a_hopeless_budget_is_refused_without_a_capture_more(monkeypatch: pytest
     assert not any(way.techniques for way in captured if not way.loss_chunks > 1)
 
 
+@pytest.mark.slow
 def test_where_every_plan_holds_more_than_the_budget_the_smallest_is_not_searched_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

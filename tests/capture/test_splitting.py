@@ -206,6 +206,7 @@ def test_a_batch_norm_of_any_effect_is_found(exponent: float) -> None:
     assert find_splitting(Looking(10**exponent), small.rows(8), small.squared_error).weights is None
 
 
+@pytest.mark.slow
 @given(st.floats(-5.0, 0.0))
 def test_what_splits_is_accepted_if_ill_conditioned(exponent: float) -> None:
     """The share of the gradients that is left over, down to where fp32 has lost most digits."""

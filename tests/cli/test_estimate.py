@@ -68,6 +68,7 @@ def test_the_answer_is_true_and_its_python_runs(capsys: pytest.CaptureFixture[st
     assert all(float(loss) > 0 for loss in losses)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_estimated_and_its_python_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -267,7 +268,10 @@ def test_a_card_that_nobody_knows_is_refused_before_torch_is_imported() -> None:
     assert "no device called '4900' is known; did you mean rtx4090" in done.stderr
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("mamba", 8), ("mamba2", 2)])  # of many layers PEFT keeps ends of paths
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [pytest.param("mamba", 8, marks=pytest.mark.slow), ("mamba2", 2)],  # of many layers PEFT keeps ends of paths
+)
 def test_layers_that_peft_refuses_get_no_adapters(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, layers: int
 ) -> None:

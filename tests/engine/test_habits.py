@@ -536,6 +536,7 @@ def test_a_class_of_tensors_that_is_not_called_is_planned_for() -> None:
     assert memfit.plan(layers(2), rows(), loss_of, 1 << 50).prediction.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.measured_seconds
 def test_a_whole_model_that_is_mapped_over_its_samples_is_timed() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))

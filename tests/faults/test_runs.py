@@ -181,6 +181,7 @@ def test_a_really_full_disk_leaves_the_older_snapshot(place: Workplace) -> None:
     assert alike(one.load("optimizer.pt"), other.load("optimizer.pt"))
 
 
+@pytest.mark.slow
 def test_a_process_nobody_forked_is_killed_and_goes_on(place: Workplace) -> None:
     """The same once more as a person has it: the command in a process of its own, killed from outside, no moments."""
     out = place.folder / "own"

@@ -302,6 +302,7 @@ def test_pipelines_that_cannot_be_faster_are_told_with_what_they_take_at_best(mo
         assert f"{Pipelines.of(setting).in_words()}: {format_seconds(0.5)} a step at best" in made.rejected
 
 
+@pytest.mark.slow
 def test_one_micro_batch_of_a_size_is_looked_at_for_pipelines_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     look = Undivided.of
@@ -395,6 +396,14 @@ def test_parts_that_are_called_for_some_batches_only_are_refused() -> None:
     fixed = {"sharding": "1f1b/2", "micro_batches": 2}
     with pytest.raises(memfit.InputError, match="decide which parts the forward calls or what they give"):
         memfit.plan(OneMoreForPadding(), tokens([LENGTH] * 4 + [9] * 4), loss_of, 1 << 40, devices=2, fixed=fixed)
+
+
+def test_paths_of_other_samples_than_the_ranks_own_are_planned_for() -> None:
+    source = TraceSource(Padded(), tokens([LENGTH] * 4), loss_of, None)
+    assert not StagePlanner(source, tokens([LENGTH] * 8), 2).kinds
+    source.other_samples = lambda _: [tokens([9] * 4)]
+    (kind,) = StagePlanner(source, tokens([LENGTH] * 8), 2).kinds
+    assert torch.equal(kind[1].sum(1), torch.tensor([9] * 8))
 
 
 def test_settings_are_written_in_a_few_letters() -> None:

@@ -211,6 +211,7 @@ def test_code_without_the_function_that_is_named_is_refused_when_it_is_planned(s
     assert refused.part == 0, "nothing of it was started"
 
 
+@pytest.mark.slow
 def test_data_that_is_gone_once_the_run_is_planned_ends_it_with_a_sentence(
     serve: Callable[..., Serving], tmp_path: Path
 ) -> None:
@@ -306,6 +307,7 @@ def test_a_disk_that_is_full_where_the_runner_writes_is_tried_again(
     assert serving.until_state(run.number, "done", "failed", "refused").state == "done"
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_ends_no_run_and_starts_none_twice(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -351,6 +351,7 @@ def test_files_of_a_run_are_removed_once_by_whichever_host(served: Callable[...,
     assert not list(one.settings.folder.glob(f"hosts/*/runner/runs/{number:06d}-*/*/stdout"))
 
 
+@pytest.mark.slow
 def test_what_a_host_that_is_gone_ran_ends_there_and_goes_on_elsewhere(
     served: Callable[..., Service], tmp_path: Path
 ) -> None:

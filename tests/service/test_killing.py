@@ -66,6 +66,7 @@ def served(folder: Path, port: int) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.slow
 def test_twenty_runs_do_not_notice_an_upgrade_in_their_middle(tmp_path: Path) -> None:
     killing.write_plan(tmp_path)
     service, gate = served(tmp_path, 0), tmp_path / "gate"

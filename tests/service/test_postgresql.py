@@ -351,6 +351,7 @@ def check(found: killing_hosts.Killed) -> None:
     assert found.moved > 0
 
 
+@pytest.mark.slow
 def test_runs_of_two_hosts_outlive_kills_and_a_host_that_is_gone(tmp_path: Path, url: str) -> None:
     check(killed(tmp_path, url, runs=24, seed=4, pause=0.3))
 

@@ -42,7 +42,7 @@ def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["zero3", "1f1b", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data", "zero2"))]
+    "way", ["zero3", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data", "zero2", "1f1b"))]
 )
 def test_a_path_that_another_ranks_samples_take_is_planned_for(way: str) -> None:
     """Rank 0 plans, and only rank 1 has padding, which makes a mask and all that comes of it."""

@@ -117,6 +117,7 @@ def test_tokens_count_over_all_ranks_and_the_norm_of_all_gradients_is_clipped() 
     compared(2, steps.tagger, "sgd", [("zero1", 2, False), ("zero3", 2, True)], clip_norm=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_nothing_is_run_again_while_a_parameter_that_it_reads_is_away() -> None:
     """Blocks are gathered for each of four calls; a schedule for chains once ran one call's operations again in another one's backward."""

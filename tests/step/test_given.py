@@ -101,6 +101,11 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
     assert [*map(len, own.state.values())] == [*map(len, plain.state.values())]
 
 
+@torch.inference_mode()
+def in_inference_mode() -> nn.Module:
+    return nn.Linear(8, 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -116,6 +121,7 @@ def test_an_optimizer_is_planned_for_with_its_groups_and_is_the_one_that_steps()
         ({"optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1)}, r"asks them for \.parameters, as if they were the model: write optimizer=lambda"),
         ({"optimizer": lambda p: [torch.optim.SGD(p), torch.optim.SGD(p)]}, "optimizer gave a list of 2"),
         ({"model": [classifier(), classifier()]}, "the model is a list of 2, and a step trains one: .* plan each of them on its own"),
+        ({"model": in_inference_mode()}, r"the model was built inside torch.inference_mode\(\)"),
         ({"model": nn.Linear}, r"the model is the class Linear: give a module, made by Linear\(\.\.\.\)"),
         ({"model": object.__new__(transformers.Trainer)}, r"call memfit.transformers.fit\(trainer, budget=...\)"),
         ({"model": object.__new__(lightning.Trainer)}, r"callbacks=\[memfit.lightning.FitToMemory\(budget=...\)\]"),

@@ -305,6 +305,10 @@ def check_model(model: Any) -> None:
     """
     if isinstance(model, nn.Module):
         refuse_other_kernels(model)
+        if any(parameter.is_inference() for parameter in model.parameters()):
+            raise InputError(
+                "the model was built inside torch.inference_mode(), where nothing that is made can be trained: build or load it outside"
+            )
         return
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(f"the model is the class {model.__name__}: give a module, made by {model.__name__}(...)")

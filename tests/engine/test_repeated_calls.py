@@ -176,6 +176,23 @@ def test_a_tensor_that_is_given_several_times_is_one_tensor_the_second_time() ->
         assert found.differs(reference) is None
 
 
+class NormedLinear(nn.Linear):
+    """Its weight's norm is detached (DoRA's is), so what autograd saves of it is let go in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = (torch.eye(64) @ self.weight.t()).norm(dim=1).detach()
+        return nn.functional.gelu(super().forward(x) / norm)
+
+
+def test_what_a_detached_graph_saves_is_not_held_until_the_end_of_the_second_call() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(NormedLinear(64, 64) for _ in range(4))), torch.randn(64, 64)
+    base = undivided(model, batch, loss_of)
+    for number, order in enumerate(call_plans(base).orders):
+        made = plan_of_calls(base, number, len(order))
+        assert measured_peak(made, model, batch, loss_of, adamw) == made.prediction.peak_bytes, number
+
+
 def test_a_plan_with_calls_survives_its_file(tmp_path: Any) -> None:
     _, _, base = blocks()
     made = plan_of_calls(base, 0, 3)

@@ -197,7 +197,7 @@ def _make_again(allocator: CachingAllocator, trace: Trace, calls: RepeatableCall
     """What calls allocate and free while they are made again, each storage by itself; what backward reads of it is allocated anew afterwards."""
     held: dict[int, Block] = {}
     born = (s for s, storage in enumerate(trace.storages) if storage.birth >= calls.begin)
-    comes, goes = lives_again(trace, born, calls.last, frozenset(calls.makes))
+    comes, goes = lives_again(trace, born, calls.last, calls.saves)
     for event in range(calls.begin, calls.last + 1):
         for s in comes[event]:
             if trace.storages[s].bytes:

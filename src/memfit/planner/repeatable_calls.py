@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -220,7 +220,7 @@ class _Facts:
             len(operations),
             random,
             names,
-            copies + (trace.rng_state_bytes if random else 0) + self._peak(operations, born, makes),
+            copies + (trace.rng_state_bytes if random else 0) + self._peak(operations, born, saves),
             begin,
             operations[-1],
         )
@@ -292,10 +292,10 @@ class _Facts:
         # A norm after the last operation that runs again is not among these, and its statistics are put back all the same.
         return (names, sum(trace.storages[s].bytes for s in found)) if len(found) == len(names) else None
 
-    def _peak(self, operations: Sequence[int], born: Sequence[int], makes: frozenset[int]) -> int:
+    def _peak(self, operations: Sequence[int], born: Sequence[int], saves: Iterable[int]) -> int:
         """Largest number of bytes that the calls hold while they are made again."""
         trace, last = self._trace, operations[-1]
-        comes, goes = lives_again(trace, born, last, makes)
+        comes, goes = lives_again(trace, born, last, saves)
         level = peak = 0
         for event in sorted({*comes, *goes, *operations}):
             level += sum(trace.storages[s].bytes for s in comes[event])
@@ -306,7 +306,7 @@ class _Facts:
 
 
 def lives_again(
-    trace: Trace, born: Iterable[int], last: int, makes: Container[int]
+    trace: Trace, born: Iterable[int], last: int, saves: Iterable[int]
 ) -> tuple[defaultdict[int, list[int]], defaultdict[int, list[int]]]:
     """Which storages come, and after it go, at each event while calls are made again: what is asked for stays, the rest goes as in forward.
 
@@ -314,15 +314,16 @@ def lives_again(
         trace: of the step.
         born: storages that are made in the calls.
         last: event of the last operation that runs again.
-        makes: what is asked for.
+        saves: numbers of what the calls are made again for. What a graph saves that is let go before backward is not asked for.
     """
+    asked = {trace.saves[number].storage for number in saves if trace.saves[number].unpacks}
     comes: defaultdict[int, list[int]] = defaultdict(list)
     goes: defaultdict[int, list[int]] = defaultdict(list)
     for s in born:
         storage = trace.storages[s]
         if storage.birth <= last:
             comes[storage.birth].append(s)
-            if s not in makes and storage.death < last:
+            if s not in asked and storage.death < last:
                 goes[storage.death].append(s)
     return comes, goes
 

@@ -15,7 +15,7 @@ from memfit.applying import apply
 from memfit.batches import Batch, LossFunction
 from memfit.capture.source import model_digest
 from memfit.capture.trace_source import TraceSource, machine_of
-from memfit.capture.values_read import rows_alone
+from memfit.capture.values_read import rows_alone, spread
 from memfit.devices import plan_sharded, several_devices, share_of
 from memfit.engine import fabric as through_fabric
 from memfit.engine.engine import Engine
@@ -42,7 +42,7 @@ from memfit.values.prediction import Prediction
 from memfit.values.report import FrontierPoint, StepRecord
 from memfit.values.request import Budget, Request
 from memfit.values.script import Script
-from memfit.window import of_loader, plan_window
+from memfit.window import LOOKED_AT, of_loader, plan_window
 
 _ONE_DEVICE: Final = (None, 1, "1")  # `devices=` that share nothing out
 
@@ -157,7 +157,7 @@ def _planned_among(
         )
     source = TraceSource(model, sample, loss_fn, optimizer, request.clip_norm, device, progress, network=topology)
     if others:
-        source.other_samples = lambda _: [alone for each in (sample, *others) for alone in rows_alone(each)]
+        source.other_samples = lambda _: [*rows_alone(sample), *(others[n] for n in spread(len(others), LOOKED_AT))]
     return plan_sharded(source, request, topology)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memfit.batches import Batch, LossFunction, size
 from memfit.errors import BatchError, InputError
@@ -305,7 +306,7 @@ def check_model(model: Any) -> None:
     """
     if isinstance(model, nn.Module):
         refuse_other_kernels(model)
-        if any(parameter.is_inference() for parameter in model.parameters()):
+        if any(not is_lazy(parameter) and parameter.is_inference() for parameter in model.parameters()):
             raise InputError(
                 "the model was built inside torch.inference_mode(), where nothing that is made can be trained: build or load it outside"
             )

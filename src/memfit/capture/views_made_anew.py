@@ -50,9 +50,8 @@ class ViewsMadeAnew(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__set__":
-            return func(
-                *args, **kwargs
-            )  # by which autograd takes hooks off a view while it makes that anew, and would wait for itself
+            # By it autograd takes the hooks off a view while it makes that anew: to look at the view then would wait for ever.
+            return func(*args, **kwargs)
         if torch.is_grad_enabled():
             with torch._C.DisableTorchFunction():
                 first = args[:1] if _IN_PLACE.fullmatch(name) else ()

@@ -116,8 +116,10 @@ def plan(
         "clip_norm": clip_norm,
     }
     if devices not in _ONE_DEVICE:
-        among = partial(_planned_among, devices, model, sample, loss_fn, budget, optimizer, device=device)
-        return among(lower_tier=lower_tier, loader_batches=loader_batches, progress=progress, **asked)
+        return _planned_among(
+            devices, model, sample, loss_fn, budget, optimizer,
+            device=device, lower_tier=lower_tier, loader_batches=loader_batches, progress=progress, **asked,
+        )  # fmt: skip
     request = requested(model, budget=budget, device=device, folder=lower_tier, **asked)
     return _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)[0]
 
@@ -378,20 +380,20 @@ def fit(
     Raises:
         InfeasibleError: also when no repaired plan passes its rehearsal.
     """
+    asked: dict[str, Any] = {
+        "host_budget": host_budget,
+        "disk_budget": disk_budget,
+        "allow": allow,
+        "freeze": freeze,
+        "fixed": fixed,
+        "clip_norm": clip_norm,
+    }
     if devices not in _ONE_DEVICE:
         if fabric is not None:
             raise InputError("devices and fabric do not go together: Fabric launches and wraps the ranks itself")
         taken_back(model)
         refuse_wrapped(model)
         check_world(len(named_devices(devices, machine_of(model, None)).devices))
-        asked: dict[str, Any] = {
-            "host_budget": host_budget,
-            "disk_budget": disk_budget,
-            "allow": allow,
-            "freeze": freeze,
-            "fixed": fixed,
-            "clip_norm": clip_norm,
-        }
         make: Any = partial(_planned_among, devices, model, sample, loss_fn, budget, optimizer, **asked)
         make = partial(make, lower_tier=lower_tier, loader_batches=loader_batches, progress=progress)
         return fit_together(make, model, sample, loss_fn, optimizer, lower_tier=lower_tier, progress=progress)
@@ -400,18 +402,9 @@ def fit(
     refuse_one_device()
     if fabric is not None:
         model, sample = model.to(fabric.device), fabric.to_device(sample)
-        fixed = {**through_fabric.FIXED, **(fixed or {})} if optimizer is not None else fixed
-    request = requested(
-        model,
-        budget=budget,
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        allow=allow,
-        freeze=freeze,
-        fixed=fixed,
-        clip_norm=clip_norm,
-        folder=lower_tier,
-    )
+        if optimizer is not None:
+            asked["fixed"] = {**through_fabric.FIXED, **(fixed or {})}
+    request = requested(model, budget=budget, folder=lower_tier, **asked)
     made, each = _planned(model, sample, loss_fn, optimizer, request, progress, loader_batches)
     own = (
         optimizer if isinstance(optimizer, torch.optim.Optimizer) else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
-from memfit.capture.gloo_time import MOST_RANKS, as_processes, core_sharing
+from memfit.capture.gloo_time import BUSY, MOST_RANKS, as_processes, core_sharing, gloo_time
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import CaptureError, InfeasibleError, InputError, Remedy
 from memfit.hardware.machine import Machine
@@ -180,6 +180,9 @@ def plan_sharded(
     )
     if topology.processes:
         note = f"seconds of collectives are measured among {min(ranks, MOST_RANKS)} ranks of gloo that compute in between, on this computer"
+        here = gloo_time(ranks)
+        if here is not None and here.slowdown > BUSY:
+            note += ", while other programs used its cores, so they are too high: plan again when it is quiet"
         sharing = core_sharing(topology)
         if sharing > 1.0:
             note += f"; the {ranks} ranks share fewer cores than they have threads, so computing is counted as {sharing:.3g} times as long as alone"

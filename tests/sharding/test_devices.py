@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 import memfit
 import small
+from memfit import devices
+from memfit.capture import gloo_time
 from memfit.capture.process_group import fake_mesh
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import known_machine
@@ -36,6 +38,16 @@ HERE = known_machine("a100")
 def planned(devices: Any, budget: Any = "100%", blocks: int = 3, **named: Any) -> memfit.Plan:
     model, sample = small.chain(blocks), small.rows(64)
     return memfit.plan(model, sample, small.squared_error, budget, small.adamw, devices=devices, **named)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 3.0])
+def test_collectives_that_were_timed_beside_other_programs_are_told(
+    slowdown: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = gloo_time.GlooTime({"all_reduce": 1e-4}, {"all_reduce": 1e-9}, slowdown)
+    monkeypatch.setattr(devices, "gloo_time", lambda _: here)
+    told = planned(2, blocks=1, fixed={"sharding": "data"}).explain()
+    assert ("while other programs used its cores" in told) == (slowdown > gloo_time.BUSY)
 
 
 def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told() -> None:

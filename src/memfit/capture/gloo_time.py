@@ -5,7 +5,8 @@ work, and its kinds differ by how often they copy: a reduce-scatter is an all-re
 run here, by as many ranks as threads of this process can stand in for, and what a rank sends is priced by a line through two sizes.
 
 gloo sends in a thread of its own, which has to get a core from ranks that compute. Where there are as many cores as ranks a message of some bytes takes
-milliseconds by the clock, and a tenth of that of a processor (docs/design/log.md). So ranks compute here between two collectives, as they do in a step.
+milliseconds by the clock, and a tenth of that of a processor (docs/design/log.md). So ranks compute here between two collectives, as they do in a step. Other
+programs that take the cores meanwhile make it tens of milliseconds; what was measured beside them is measured again once it is quieter.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from memfit.capture.reference_work import QUIETER
 from memfit.hardware.cores import cores
 from memfit.hardware.network import collective_seconds
 from memfit.hardware.topology import Topology
@@ -39,8 +41,10 @@ SIZES: Final = (64, 1 << 22)  # of the whole message, in bytes
 RUNS: Final = 12  # of each: some get a core at once, and others wait for one
 ROUNDS: Final = 3  # of which the median counts
 COMPUTED: Final = bytes(1 << 23)  # hashed in between, which takes some milliseconds of one core, and not Python's lock
+LOOKS: Final = 10  # at how busy the cores are
 LIMIT: Final = timedelta(seconds=30)
-FORMAT: Final = 3
+FORMAT: Final = 4
+BUSY: Final = 1.3  # times the clock's seconds that computing takes on cores that nobody else uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,12 @@ class GlooTime:
     Attributes:
         fixed: of each kind, whatever is sent.
         for_a_byte: of each kind, for each byte that the rank sends, as `values.trace.Collective` counts them.
+        slowdown: how many times longer than on cores of its own the computing in between took.
     """
 
     fixed: Mapping[str, float]
     for_a_byte: Mapping[str, float]
+    slowdown: float = 1.0
 
     def seconds(self, kind: str, size: int) -> float | None:
         """Of one collective in which a rank sends so many bytes; None of a kind that was not run."""
@@ -63,7 +69,7 @@ class GlooTime:
 
 @cache
 def gloo_time(ranks: int) -> GlooTime | None:
-    """Measured once for a computer and kept; None where gloo cannot connect here, or is not in this torch.
+    """Measured once for a computer and kept, again where that was beside other programs; None where gloo cannot connect here, or is not in this torch.
 
     Args:
         ranks: of one collective.
@@ -73,7 +79,9 @@ def gloo_time(ranks: int) -> GlooTime | None:
     ranks = max(2, min(ranks, MOST_RANKS))
     identity = digest(ranks, cores(), torch.__version__, FORMAT)
     try:
-        return measured_once(GlooTime, "collectives", identity, lambda: _measured(ranks))
+        return measured_once(
+            GlooTime, "collectives", identity, lambda: _measured(ranks), worth_another=partial(_is_quieter, ranks)
+        )
     except RuntimeError:
         return None
 
@@ -121,15 +129,25 @@ def as_processes(devices: Topology) -> Topology:
     return replace(devices, peers=peers, processes=True)
 
 
+def _is_quieter(ranks: int, known: GlooTime) -> bool:
+    return known.slowdown > BUSY and _computing(ranks, LOOKS)[1] < QUIETER * known.slowdown
+
+
 def _measured(ranks: int) -> GlooTime:
     keep_freed_memory()  # as in a step
     groups = _joined(ranks)
     fixed, for_a_byte = {}, {}
+    slowdowns = []
     for kind in KINDS:
-        small, large = (median(_seconds(groups, kind, size) for _ in range(ROUNDS)) for size in SIZES)
+        seconds = []
+        for size in SIZES:
+            rounds = [_seconds(groups, kind, size) for _ in range(ROUNDS)]
+            seconds.append(median(taken for taken, _ in rounds))
+            slowdowns += [slowdown for _, slowdown in rounds]
+        small, large = seconds
         fixed[kind] = max(small, 1e-6)  # a difference, and the computer may have had something else to do
         for_a_byte[kind] = max(0.0, large - small) / _sent(kind, SIZES[1], ranks)
-    return GlooTime(fixed, for_a_byte)
+    return GlooTime(fixed, for_a_byte, median(slowdowns))
 
 
 def _sent(kind: str, size: int, ranks: int) -> int:
@@ -160,8 +178,8 @@ def _joined(ranks: int) -> list[Any]:
     return groups
 
 
-def _seconds(groups: list[Any], kind: str, size: int) -> float:
-    """Of one run: what the ranks take to compute and send, less what they take to compute."""
+def _seconds(groups: list[Any], kind: str, size: int) -> tuple[float, float]:
+    """Of one run: what the ranks take to compute and send, less what they take to compute; and how many times longer that is than on cores of their own."""
     ranks, at_once = len(groups), AT_ONCE.get(kind, 1)
     runs = RUNS if at_once == 1 else 1
     numbers = size // 4 // ranks * ranks  # of equal parts
@@ -180,16 +198,32 @@ def _seconds(groups: list[Any], kind: str, size: int) -> float:
             return group.broadcast([whole[rank]], dist.BroadcastOptions())
         return (group.send if rank == 0 else group.recv)([whole[rank]], 1 - rank, number) if rank < 2 else None
 
-    def run(sends: int, rank: int) -> None:
+    def run(rank: int) -> None:
         for number in range(runs):
-            hashlib.sha256(COMPUTED).digest()
-            works = [sent(rank, number) for _ in range(sends)]
+            _compute()
+            works = [sent(rank, number) for _ in range(at_once)]
             for work in works:
                 if work is not None:
                     work.wait()
 
-    computing = _together(ranks, partial(run, 0))
-    return (_together(ranks, partial(run, at_once)) - computing) / (runs * at_once)
+    computing, slowdown = _computing(ranks, runs)
+    return (_together(ranks, run) - computing) / (runs * at_once), slowdown
+
+
+def _computing(ranks: int, runs: int) -> tuple[float, float]:
+    """So many runs of all ranks: seconds by the clock, and how many times longer that is than on cores of their own."""
+    before = time.process_time()
+
+    def compute(_: int) -> None:
+        for _ in range(runs):
+            _compute()
+
+    seconds = _together(ranks, compute)
+    return seconds, seconds * min(ranks, cores()) / (time.process_time() - before)
+
+
+def _compute() -> None:
+    hashlib.sha256(COMPUTED).digest()
 
 
 def _together(ranks: int, do: Callable[[int], None]) -> float:

@@ -62,7 +62,13 @@ def cache_folder() -> Path:
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memfit"
 
 
-def measured_once(kind: type[Value], folder: str, identity: str, measure: Callable[[], Value]) -> Value:
+def measured_once(
+    kind: type[Value],
+    folder: str,
+    identity: str,
+    measure: Callable[[], Value],
+    worth_another: Callable[[Value], bool] = lambda _: False,
+) -> Value:
     """What was measured on this computer before, else what `measure` gives, kept for the next time.
 
     The file is a convenience: one that cannot be read is measured again, and a read-only or full disk stops nothing.
@@ -72,10 +78,13 @@ def measured_once(kind: type[Value], folder: str, identity: str, measure: Callab
         folder: inside `cache_folder`.
         identity: tells apart what is measured separately.
         measure: what it raises is raised, and nothing is kept.
+        worth_another: whether what was measured before is to be measured again.
     """
     path = cache_folder() / folder / f"{identity}.json"
     with suppress(OSError, ValueError, TypeError):
-        return kind(**json.loads(path.read_text()))
+        known = kind(**json.loads(path.read_text()))
+        if not worth_another(known):
+            return known
     found = measure()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -127,6 +127,15 @@ class ResNet(nn.Module):
         return self.head(self.groups(functional.relu(self.stem(x))).mean((2, 3)).flatten(1))
 
 
+def vgg() -> nn.Module:
+    """Convolutions, each followed by an activation in place; some pooled."""
+    layers: list[nn.Module] = []
+    for channels, out, pooled in ((3, 8, False), (8, 8, True), (8, 16, False)):
+        layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(inplace=True)]
+        layers += [nn.MaxPool2d(2)] if pooled else []
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
 class Towers(nn.Module):
     """Each layer adds in place to what the one before returned, outside of both."""
 
@@ -190,6 +199,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], LossFunctio
     "tied": (lambda: Decoder(tied=True), words, word_loss, "tokens:labels"),
     "encoder_decoder": (EncoderDecoder, words, word_loss, "tokens:labels"),
     "resnet": (ResNet, images, class_loss, "samples"),
+    "vgg": (vgg, images, class_loss, "samples"),
 }
 
 

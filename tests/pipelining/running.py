@@ -79,6 +79,10 @@ def sequential() -> steps.Built:
     return staged("sequential")
 
 
+def vgg() -> steps.Built:
+    return staged("vgg")
+
+
 def padded() -> steps.Built:
     """Nothing of the first micro-batch is padding, some of all others is."""
     lengths = [LENGTH] * 8 + [LENGTH - 1 - number % 20 for number in range(SAMPLES - 8)]

@@ -96,6 +96,16 @@ def cut_at(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "cut_parts", cut)
 
 
+@pytest.mark.parametrize("ends", [(2, 9), pytest.param((5, 9), marks=pytest.mark.slow)])
+def test_a_cut_after_an_activation_in_place_or_a_pooling_layer_trains_as_one_device_does(
+    ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_at(ends, monkeypatch)
+    plans = [planned(running.vgg, 2, f"{how}/2", "adamw", fixed={"micro_batches": 4}) for how in ("gpipe", "1f1b")]
+    assert all(plan.pipeline is not None and plan.pipeline.ends == ends for plan in plans)
+    compared(2, running.vgg, "adamw", plans)
+
+
 @pytest.mark.parametrize("ends", [pytest.param((1, 4), marks=pytest.mark.slow), (2, 4)])
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_what_a_schedule_holds_of_what_it_has_sent_is_predicted_to_the_byte(

@@ -2,8 +2,9 @@
 
 A part is a call of a module that has parameters: of the repeated blocks each one, and of everything else the largest modules that hold no block. Where
 repeated blocks are less than half of a model (two kinds in turn, say), its blocks are the innermost modules, or the members of lists (with a number for a name)
-that these are in, unless one of those is most of it. What runs between two parts (masks, positions, activations without parameters) belongs to the later one,
-what follows the last to that.
+that these are in, unless one of those is most of it. Modules without parameters are parts, too, where they change in place what they are given (an in-place
+ReLU, after which alone the model can be cut) or are the last to read it and return less (a pooling layer, after which there is less to send). Whatever else
+runs between two parts (masks, positions, other activations) belongs to the later one, what follows the last to that.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ def part_calls(trace: Trace, outwards: int = 0) -> tuple[ModuleCall, ...]:
         blocks = {path if (around := _in_list(path, outwards)) in most else around for path in innermost}
     found: list[ModuleCall] = []
     end = 0
+    tails = _with_less_to_send(trace) - {call.module for call in with_parameters}
+    candidates = [*with_parameters, *(call for call in trace.calls if call.module in tails)]
     # In the order in which they begin, a module before those in it.
-    for call in sorted(with_parameters, key=lambda c: (c.operations[0], -c.operations[1], len(c.module))):
+    for call in sorted(candidates, key=lambda c: (c.operations[0], -c.operations[1], len(c.module))):
         begins, ends = call.operations
         if begins < end:
             continue  # in the part before
@@ -89,6 +92,20 @@ def _in_list(path: str, outwards: int) -> str:
     names = path.split(".")
     lists = [number for number, name in enumerate(names[:-1]) if name.isdigit()]
     return ".".join(names[: lists[max(0, len(lists) - 1 - outwards)] + 1]) if lists else path
+
+
+def _with_less_to_send(trace: Trace) -> set[str]:
+    """Modules of which a call changes in place what it is given, or returns less than that and nothing else reads it later in forward."""
+    last_read = {s: op for op in range(trace.forward_operations) for s in trace.operations[op].reads}
+    found = set()
+    for call in trace.calls:
+        first, end = call.operations
+        changes = any(s in call.arguments for operation in trace.operations[first:end] for s in operation.writes)
+        given, returned = (sum(trace.storages[s].bytes for s in {*each}) for each in (call.arguments, call.results))
+        shrinks = 0 < returned < given and all(last_read.get(s, -1) < end for s in call.arguments)
+        if call.module and (changes or shrinks):
+            found.add(call.module)
+    return found
 
 
 def _reads_parameters(trace: Trace, call: ModuleCall) -> bool:

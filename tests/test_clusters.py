@@ -74,6 +74,7 @@ def test_what_is_rebuilt_makes_a_step_smaller_and_slower(monkeypatch: pytest.Mon
     assert 2 * (alternate.step_seconds - none.step_seconds) == pytest.approx(blocks.step_seconds - none.step_seconds)
 
 
+@pytest.mark.slow
 def test_gradients_are_synchronised_once_in_several_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing to gather, more micro-batches send no more bytes."""
     whole(monkeypatch)

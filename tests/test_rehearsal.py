@@ -249,6 +249,7 @@ def smallest() -> int:
     return memfit.smallest_budget(made)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "taking_more")
 def test_a_repair_that_fails_names_the_users_budget_and_one_that_would_do() -> None:
     budget = smallest() + MISSING // 2

@@ -176,6 +176,7 @@ def test_no_more_is_captured_than_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert "or with combinations of them that were tried: host_budget, " in str(error)
 
 
+@pytest.mark.slow
 def test_a_switch_of_the_model_is_put_back_and_told() -> None:
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 32}
@@ -210,6 +211,7 @@ def test_more_than_the_device_has_is_not_a_budget_to_give() -> None:
     assert f"the 1.00 MiB of {device.name}" in only.text
 
 
+@pytest.mark.slow
 def test_the_way_home_from_a_worker_keeps_all_of_it() -> None:
     error = refused(int(3.2 * parameter_bytes()))
     again = pickle.loads(pickle.dumps(error))  # noqa: S301 - written here

@@ -208,6 +208,7 @@ class DepthwiseOnPoints(nn.Module):
         return nn.functional.gelu(self.second(nn.functional.gelu(self.first(x))))
 
 
+@pytest.mark.slow
 def test_statistics_of_batch_norm_are_as_wide_as_the_real_kernel_makes_them() -> None:
     """In 16 bits the fake kernel gives statistics of 16 bits; with those of the real one, of 32, backward takes another way, which needs a workspace."""
 

@@ -201,6 +201,7 @@ def test_a_batch_norm_of_little_effect_is_found(strength: float) -> None:
     assert small.same(small.state_of(model), before)
 
 
+@pytest.mark.slow
 @given(st.floats(-5.0, 0.0))
 def test_a_batch_norm_of_any_effect_is_found(exponent: float) -> None:
     assert find_splitting(Looking(10**exponent), small.rows(8), small.squared_error).weights is None

@@ -117,6 +117,7 @@ def test_each_path_makes_whole_calls_again_and_leaves_unfollowed_what_it_keeps()
         assert follower.unfollowed > 0.8 * len(script.branches[0].operations)
 
 
+@pytest.mark.slow
 def test_each_path_is_offloaded() -> None:
     plain = plan_for(Deep(), KINDS)
     expected, _ = followed(plain, KINDS)

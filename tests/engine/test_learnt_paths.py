@@ -316,7 +316,10 @@ class Wider(nn.Module):
         return torch.exp(torch.cat([x] * 12, -1))
 
 
-@pytest.mark.parametrize("in_one", [True, False], ids=["one plan", "a plan each"])
+@pytest.mark.parametrize(
+    "in_one",
+    [pytest.param(True, id="one plan"), pytest.param(False, id="a plan each", marks=pytest.mark.slow)],
+)
 def test_a_plan_that_drops_nothing_is_not_tried_first_where_it_overlooks_a_larger_path(
     monkeypatch: pytest.MonkeyPatch, *, in_one: bool
 ) -> None:
@@ -389,6 +392,7 @@ def test_where_both_paths_do_not_fit_the_one_that_is_taken_now_is_planned_for() 
     assert "no plan for the path" not in said
 
 
+@pytest.mark.slow
 def test_a_second_engine_of_the_same_planning_learns_for_itself() -> None:
     seeded(0)
     model = Unrolled()

@@ -135,6 +135,7 @@ def test_a_second_run_with_gradients_is_followed_too() -> None:
     assert max(train(plan, build)) <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_micro_batches_may_take_other_paths_than_each_other() -> None:
     plain = planned(paths.LeftOutByTorch, micro_batches=2)
     plan = memfit.replan(plain, memfit.smallest_budget(plain))
@@ -174,7 +175,7 @@ class Unforeseen(Blocks):
         return y
 
 
-@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("learns", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_what_a_path_has_in_common_with_those_that_were_seen_is_followed(*, learns: bool) -> None:
     """Operations between the calls are not planned, so others there change nothing in the calls; that forward is longer is noticed all the same."""
     plain = planned(Unforeseen)

@@ -692,6 +692,7 @@ def test_the_same_operations_on_another_tensor_are_another_forward(optimizer: st
     check_steps((program, sample_of(0), program_loss), [4, 4, 4], OPTIMIZERS[optimizer], 0.0, may_diverge=True)
 
 
+@pytest.mark.slow
 def test_a_branch_that_does_not_run_on_two_samples_is_looked_at_on_all() -> None:
     """The first look at it takes the other way, the second one runs into a table made for the whole batch: it was an IndexError."""
     table = (step("linear", 1, sizes=(8,)), step("index_select", 2, sizes=(4,)))

@@ -485,7 +485,8 @@ def test_the_plan_is_for_the_longest_sample_there_is(trainer: Make) -> None:
     assert min(peaks(fitted)) < 0.9 * predicted
 
 
-@pytest.mark.parametrize("micro_batches", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [2, 1])
 def test_batches_with_and_without_padding_are_followed_inside_the_smallest_budget(
     trainer: Make, micro_batches: int
 ) -> None:
@@ -516,6 +517,7 @@ def test_batches_with_and_without_padding_are_followed_inside_the_smallest_budge
         assert apart(plainly.model, inside.model) < ORDER_OF_ADDITIONS
 
 
+@pytest.mark.slow
 def test_a_sample_with_padding_is_planned_for_without_it_too(trainer: Make) -> None:
     """Of a stream nothing else is known than the batch that was shown."""
     data = [
@@ -596,7 +598,7 @@ def unfreezing(trainer: Make) -> Any:
     return made
 
 
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("fits", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_a_callback_trains_from_some_step_on_is_planned_for_then(trainer: Make, *, fits: bool) -> None:
     plainly = unfreezing(trainer)
     plainly.train()
@@ -895,7 +897,8 @@ def test_a_budget_too_small_names_the_smallest(trainer: Make) -> None:
     assert made.args.per_device_train_batch_size == 8  # nothing was set
 
 
-@pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
 def test_where_nothing_fits_only_arguments_of_this_fit_are_named_and_each_trains(
     trainer: Make, accumulated: int
 ) -> None:

@@ -53,6 +53,7 @@ def plan() -> memfit.Plan:
         return planned({"sharding": "pipeline", "micro_batches": 4})
 
 
+@pytest.mark.slow
 def test_a_cut_that_does_not_settle_is_the_best_of_those_that_were_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_smaller_budget_drops_more_until_nothing_fits(plan: memfit.Plan) -> No
     assert error.value.minimum_bytes > 50_000
 
 
+@pytest.mark.slow
 def test_stages_run_no_more_again_than_the_bytes_of_their_devices_ask_for() -> None:
     """The few ways to hold activations that a cut knows are coarse: between everything kept and the next one there may be a whole block."""
     model, sample, loss_fn = build_gpt(layers=4, hidden=32, heads=2, batch=8, tokens=32, vocab=50)
@@ -198,7 +200,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("part", [None, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [None, 0.7])
 def test_of_stretches_that_are_alike_one_is_captured_while_a_cut_is_searched(
     part: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +294,7 @@ def test_no_stage_is_captured_where_a_pipeline_cannot_be_faster(monkeypatch: pyt
     assert anew.plan(faster_than=2 * seconds).prediction.step_seconds == pytest.approx(seconds)
 
 
+@pytest.mark.slow
 def test_pipelines_that_cannot_be_faster_are_told_with_what_they_take_at_best(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_faster(*_: Any, **__: Any) -> Any:
         raise stages.NotFasterError(0.5)

@@ -120,6 +120,7 @@ def test_what_a_schedule_holds_of_what_it_has_sent_is_predicted_to_the_byte(
     assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_two_stages_of_a_rank_have_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its gradient and its state."""
     cut_at((2, 3, 4, 7), monkeypatch)
@@ -185,6 +186,7 @@ def test_of_a_loss_that_lies_in_a_large_storage_the_number_is_held(schedule: str
     assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
+@pytest.mark.slow
 def test_what_micro_batches_with_and_without_padding_hold_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where stages run something again: each path has a plan of its own. The most that there can be is what both kinds in turn take."""
     cut_at((3, 7), monkeypatch)

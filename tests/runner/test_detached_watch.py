@@ -84,6 +84,7 @@ def test_a_run_ends_by_its_lease_though_old_words_keep_coming(attempt: Callable[
     assert 1.9 < time.monotonic() - begun < 15.0
 
 
+@pytest.mark.slow
 def test_it_leaves_once_what_it_watched_has_ended_by_its_lease(attempt: Callable[..., Path]) -> None:
     folder, left = attempt(grace_seconds=1.0), threading.Event()
     watch = watching(folder, leave=left.set)

@@ -137,6 +137,7 @@ def test_a_watcher_that_was_halted_does_not_make_a_lease_longer(runner: Runner, 
     assert until_over(runner, "one")["one"].kind == "lost"
 
 
+@pytest.mark.slow
 def test_a_file_system_that_does_not_answer_makes_no_lease_longer(runner: Runner, tmp_path: Path) -> None:
     worker = begun(runner, tmp_path, 30.0, 45.0)
     second = watchers(tmp_path)[1]

@@ -265,6 +265,7 @@ def test_a_disk_that_is_full_for_what_a_run_writes_ends_it_with_the_reason(
     assert serving.until_state(other.number, "failed", "done", "refused").state == "done", "the others go on"
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_what_a_run_prints_loses_no_end(
     serve: Callable[..., Serving], disk: Callable[[Path, str], Callable[[], None]]
 ) -> None:

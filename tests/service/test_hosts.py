@@ -382,6 +382,7 @@ def test_what_a_host_that_is_gone_ran_ends_there_and_goes_on_elsewhere(
     until(lambda: state(one, last) == "done", one)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_being_planned_on_a_host_that_is_gone_is_planned_anew(served: Callable[..., Service]) -> None:
     one, two = served("one", 2.0), served("two", 2.0)
     number = submitted(one)

@@ -244,6 +244,7 @@ def test_a_copy_is_left_to_postgresql(tmp_path: Path, url: str) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_a_run_is_planned_and_trained_with_its_store_there(serve: Callable[..., Serving], url: str) -> None:
     serving = serve(store=url, host="one", lease_seconds=60.0)
     number = serving.submit(key="k").number

@@ -110,6 +110,7 @@ def test_a_rank_sends_its_part_of_a_ring() -> None:
     assert collective_of(torch.ops.aten.mm.default, (whole, part), four) is None
 
 
+@pytest.mark.slow
 @pytest.mark.measured_seconds
 def test_what_gloo_takes_counts_where_ranks_are_processes_of_this_computer() -> None:
     ranks = (0, 1)

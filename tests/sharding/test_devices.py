@@ -131,6 +131,7 @@ def test_the_figures_of_each_rank_are_those_of_its_own_capture(way: str) -> None
     )
 
 
+@pytest.mark.slow
 def test_zero3_drops_as_much_as_checkpoint_around_every_block() -> None:
     """Weights that are gathered again for backward are what they were: recomputations read them."""
     way = {"sharding": setting_of("zero3", 2), "micro_batches": 1}

@@ -42,7 +42,7 @@ def test_ranks_fit_together_and_train_as_one_device_does(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["zero3", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data", "zero2", "1f1b"))]
+    "way", ["data", *(pytest.param(w, marks=pytest.mark.slow) for w in ("zero2", "zero3", "1f1b"))]
 )
 def test_a_path_that_another_ranks_samples_take_is_planned_for(way: str) -> None:
     """Rank 0 plans, and only rank 1 has padding, which makes a mask and all that comes of it."""
@@ -77,6 +77,7 @@ def test_a_loop_of_the_scripts_own_trains_under_every_way() -> None:
         assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found.values(), parameters, strict=True))
 
 
+@pytest.mark.slow
 def test_a_loop_of_the_scripts_own_in_fp16_skips_on_all_ranks_what_overflows_on_one() -> None:
     """The scaler looked for gradients in shards that had none yet, and its ranks would have gone different ways."""
     whole = equality.undivided(steps.chain, "sgd", parts=2, precision="fp16", clip_norm=0.1, hot=1e6)
@@ -89,7 +90,10 @@ def test_a_loop_of_the_scripts_own_in_fp16_skips_on_all_ranks_what_overflows_on_
 
 @pytest.mark.parametrize(
     ("way", "extra"),
-    [({"sharding": "zero1", "micro_batches": 1}, 2000), ({"sharding": "1f1b", "micro_batches": 2}, 4000)],
+    [
+        ({"sharding": "zero1", "micro_batches": 1}, 2000),
+        pytest.param({"sharding": "1f1b", "micro_batches": 2}, 4000, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_above_its_budget_is_repaired_by_a_plan_for_all_or_all_say_which_and_by_how_much(
     way: dict[str, Any],
@@ -115,6 +119,7 @@ def test_a_rank_above_its_budget_is_repaired_by_a_plan_for_all_or_all_say_which_
     assert needed > budget
 
 
+@pytest.mark.slow
 def test_a_fit_goes_on_in_a_group_that_is_there() -> None:
     """Captured beside it: the same bytes as in a process without one; and where rank 0 finds no plan, all are told."""
     first, last = on_ranks(2, fits.in_a_group, 2)
@@ -129,6 +134,7 @@ def test_a_fit_goes_on_in_a_group_that_is_there() -> None:
         assert error.startswith("no way of sharing the step out among 2 devices fits")
 
 
+@pytest.mark.slow
 def test_a_fit_in_another_world_says_what_to_call() -> None:
     """A script may catch what rank 0 says: the others waited for it to join them."""
     for other, no_plan, one, *again, structure, values, of_zero1, of_stages in on_ranks(

@@ -54,6 +54,7 @@ def test_ranks_learn_their_paths_while_the_others_wait() -> None:
             assert (f"on rank {rank}, a forward differed from the plan and was ended" in said) == bool(anew[rank])
 
 
+@pytest.mark.slow
 def test_a_step_that_is_left_after_its_last_forward_sends_nothing_of_its_first_backward() -> None:
     """Gradients were expected by then: those of the first micro-batch were sent when the step began anew. A step on two paths is kept plain."""
     longer, loss = (NEVER, NEVER), (NEVER, 4)
@@ -86,6 +87,7 @@ def test_a_parameter_without_a_gradient_is_told() -> None:
         assert raised.startswith(f"on rank {rank} a parameter gets no gradient in this step (blocks.3.norm.weight, ")
 
 
+@pytest.mark.slow
 def test_paths_that_chance_decides_are_planned_for_on_ranks() -> None:
     """One of them was, that of the numbers which planning happened to draw; a rank kept everything on the others, and exceeded the budget."""
     plan = planned_for(LeftOutByTorch(), loss_of, "zero2+whole", 1, 0.85)

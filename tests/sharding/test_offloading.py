@@ -101,7 +101,8 @@ def test_plans_that_offload_are_faster_or_smaller_than_those_that_recompute(way:
     bit_equal_to_the_first(plans, 3, steps.gpt)
 
 
-@pytest.mark.parametrize("way", ["zero2", *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS if w != "zero2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_what_a_user_asks_is_offloaded_where_the_link_is_fast_and_is_not_where_it_is_slow(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def before_and_with_an_engine(found: Path) -> None:
     found.write_text(json.dumps([before, given_back()]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not keep_freed_memory(), reason="malloc is another one, or told otherwise")
 def test_nothing_is_given_back_between_steps(tmp_path: Path) -> None:
     process = forking.process(before_and_with_an_engine, tmp_path / "found", output=tmp_path / "output")

@@ -389,6 +389,7 @@ memfit.plan(model, torch.ones(4, 64), lambda model, x: model(x).mean(), "1GiB", 
 """
 
 
+@pytest.mark.slow
 def test_planning_beside_frozen_weights_says_nothing_of_kernels_that_bitsandbytes_lacks() -> None:
     done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=True)
     assert "gemm" not in done.stderr + done.stdout

@@ -60,8 +60,8 @@ SAMPLE = (
 )
 
 
-# Of each kind one: an encoder, a decoder, both in one that hears, experts, a state space, images, images with text. The others at night.
-QUICK = {"clip", "deberta-v2", "llama", "mamba", "mixtral", "vit", "whisper"}
+# Of each kind one: an encoder, a decoder, both in one that hears, experts, images, images with text. The others at night.
+QUICK = {"clip", "deberta-v2", "llama", "mixtral", "vit", "whisper"}
 
 
 @pytest.mark.alternate(1)

@@ -134,10 +134,9 @@ def _weigh_one(
         plain = solver.trace.planned_step_seconds
         name = named(candidate, number)
         if best is not None and plain * WORTH_MORE >= best.seconds:
-            why = (
-                f"{format_seconds(plain)} a step before anything is dropped, not {100 * (WORTH_MORE - 1):.0f} % faster than a plan that fits, which takes "
-                f"{format_seconds(best.seconds)}"
-            )
+            why = f"{format_seconds(plain)} a step before anything is dropped, and a plan that fits takes {format_seconds(best.seconds)}"
+            if plain < best.seconds:
+                why += f": a gain of less than {100 * (WORTH_MORE - 1):.0f} % is not searched for"
             rejected.append(Rejection(name, Reason.CANNOT_WIN, why))
             all_tried = False
             break

@@ -406,3 +406,44 @@ def test_calls_are_not_counted_where_that_takes_longer_than_following(quiet: int
     engine.step(batch)  # followed as a whole, as every first one
     assert [forward_once(engine, batch).unfollowed > 0 for _ in range(2)] == [kept, kept]
     assert engine.step(batch, meter=True).peak_bytes == made.prediction.peak_bytes
+
+
+def test_no_module_has_a_hook_while_forward_runs() -> None:
+    """In eval mode layers of nn.TransformerEncoder run one operation where none of their modules has one, and others where one has."""
+    model, batch, engine = planned()
+    assert engine.plan.script.kept_stretches
+    hooked = []
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.also = lambda: hooked.extend(each for each in model.modules() if each._forward_hooks)
+    engine.step(batch)
+    engine.step(batch)
+    assert not hooked
+
+
+class Labelled(nn.Module):
+    """Learns what it finds itself in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True, norm_first=True) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.eval()
+        with torch.no_grad():
+            labels = self.layers(x)
+        self.train()
+        return nn.functional.mse_loss(self.layers(x * 0.9), labels)
+
+
+def test_fused_layers_of_eval_mode_run_as_planned() -> None:
+    torch.manual_seed(0)
+    model, batch = Labelled(), torch.randn(8, 16, 32)
+    free = memfit.plan(model, batch, None, 1 << 40, fixed={"micro_batches": 1})
+    for share in (0.6, 0.8, 0.9):
+        plan = memfit.replan(free, int(share * free.prediction.plain_peak_bytes))
+        engine = memfit.apply(plan, model)
+        records = [engine.step(batch, meter=True) for _ in range(2)]
+        assert not any(record.divergences for record in records)
+        assert records[-1].peak_bytes == plan.prediction.peak_bytes

@@ -168,8 +168,8 @@ class Follower(dispatch.DispatchMode):
                     lambda: not self.compiled.confirmed,
                 )
                 everything = {id(module) for module in every_module(model)}
-                ends = [pair for branch in branches for pair in branch.modules_of(model).values()]
-                with stretches.off_during(everything, {id(first) for first, _ in ends}, [last for _, last in ends]):
+                first = {id(first) for branch in branches for first, _ in branch.modules_of(model).values()}
+                with stretches.off_during(everything, first):
                     yield self
         self.finish()
 

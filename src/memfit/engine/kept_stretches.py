@@ -8,7 +8,7 @@ that does not end where the plan has it (inside a checkpoint of the user's own, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -72,19 +72,20 @@ class KeptStretches:
         self._below: tuple[Any, Any] = (None, None)  # mode and hooks that are on in the stretch
 
     @contextmanager
-    def off_during(self, modules: Container[int], first: Container[int], last: Iterable[nn.Module]) -> Iterator[None]:
+    def off_during(self, modules: Container[int], first: Container[int]) -> Iterator[None]:
         """Forward runs inside, with the mode and the hooks on.
 
         Args:
             modules: ids of the model's modules.
             first: ids of those that stretches begin with.
-            last: the modules that stretches end with.
         """
         self._modules, self._first = modules, first
-        handles = [_hooks.register_module_forward_pre_hook(self._before)]
-        for module in {id(each): each for each in last}.values():
-            # Before the user's own hooks, whose operations are outside of the call in the plan.
-            handles.append(module.register_forward_hook(self._after, prepend=True, always_call=True))
+        handles = [
+            _hooks.register_module_forward_pre_hook(self._before),
+            # Before the user's own hooks, whose operations are outside of the call in the plan. On no module: in eval mode layers of
+            # nn.TransformerEncoder run other operations where one of their modules has a hook.
+            _hooks.register_module_forward_hook(self._after, always_call=True),
+        ]
         try:
             yield
         finally:

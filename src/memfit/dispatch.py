@@ -218,7 +218,9 @@ def sets_up(func: OpOverload, following: OpOverload) -> bool:
 
 
 def is_sized_by_values(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether the results are as large as values of the arguments decide: nonzero and its like, and indices of booleans."""
+    """Whether the results are as large as values of the arguments decide: nonzero and its like, indices of booleans, and what is packed by lengths."""
+    if func is aten._pack_padded_sequence.default:  # noqa: SLF001 - torch forgets its tag
+        return True
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
     return func is not aten.index.Tensor or any(t.dtype in _MASKS for t in tensors_in(args[1]))

@@ -209,3 +209,36 @@ def test_the_micro_batch_with_the_most_rows_sets_the_peak() -> None:
     rehearsal = engine.rehearsal
     assert rehearsal is not None
     assert rehearsal.measured_peak_bytes == rehearsal.predicted_peak_bytes == engine.plan.prediction.peak_bytes
+
+
+class Packed(nn.Module):
+    """A recurrent layer over texts that are packed by their lengths, which decide how many operations it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.read, self.head = nn.Embedding(20, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 20)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(tokens), lengths, batch_first=True, enforce_sorted=False)
+        states, _ = nn.utils.rnn.pad_packed_sequence(
+            self.read(packed)[0], batch_first=True, total_length=len(tokens[0])
+        )
+        return functional.cross_entropy(self.head(states).flatten(0, 1), tokens.flatten(), reduction="sum") / len(
+            tokens
+        )
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 9, 9], [9, 9, 2, 2], [3, 7, 4, 5]])
+def test_micro_batches_of_packed_texts_run_as_planned(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    batch = {"tokens": torch.randint(20, (4, 9)), "lengths": torch.tensor(lengths)}
+    fixed = {"micro_batches": 2}
+    plan = memfit.plan(Packed(), batch, None, "1GiB", small.adamw, fixed=fixed)
+    for budget in (memfit.smallest_budget(plan), "1GiB"):
+        plan = memfit.replan(plan, budget)
+        engine = memfit.apply(plan, Packed(), optimizer=small.adamw)
+        for _ in range(2):
+            record = engine.step(batch, meter=True)
+            assert not record.divergences
+            assert record.peak_bytes is not None
+            assert record.peak_bytes <= plan.prediction.peak_bytes

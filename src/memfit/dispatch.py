@@ -118,8 +118,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is made of others: indices and values."""
-    return tensor.layout in _SPARSE_PARTS
+    """Whether the tensor is made of others: indices and values, or the values and sizes of a strided nested one."""
+    return bool(_parts_of(tensor))
 
 
 def laid_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -131,12 +131,19 @@ def laid_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(storage for part in inside if isinstance(part, torch.Tensor) for storage in laid_in(part))
     if has_storage(tensor):
         return (tensor,)
-    names = _SPARSE_PARTS.get(tensor.layout, ())
     with torch.no_grad(), _disable_current_modes():  # a fake mode would show other storages
-        parts = tuple(getattr(tensor, name)() for name in names)
-    return tuple(part for part in parts if has_storage(part))
+        parts = tuple(getattr(tensor, name)() for name in _parts_of(tensor))
+    return tuple(part for part in parts if has_storage(part) and part.device == tensor.device)
 
 
+def _parts_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Methods that give what a sparse tensor, or a nested one that is no wrapper, lies in."""
+    nested = tensor.layout is torch.strided and tensor.is_nested
+    return _NESTED_PARTS if nested else _SPARSE_PARTS.get(tensor.layout, ())
+
+
+# The sizes are on the CPU, whatever the device of the values.
+_NESTED_PARTS: Final = ("values", "_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
 _SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),

@@ -130,8 +130,9 @@ def test_the_tensors_that_a_sparse_one_lies_in() -> None:
 class Ragged(nn.Module):
     """Rows of unlike lengths in one nested tensor, between layers that take plain ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: torch.layout) -> None:
         super().__init__()
+        self.layout = layout
         self.before, self.inner, self.after = small.chain(2), nn.Linear(small.WIDTH, 4 * small.WIDTH), small.chain(2)
         self.outer = nn.Linear(4 * small.WIDTH, small.WIDTH)
 
@@ -139,15 +140,16 @@ class Ragged(nn.Module):
         """(rows, tokens, features) to (rows, features)."""
         made = self.before(x)
         rows = [row[:length] for row, length in zip(made, lengths.tolist(), strict=True)]
-        nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        nested = torch.nested.as_nested_tensor(rows, layout=self.layout)
         y: Tensor = self.after(self.outer(torch.relu(self.inner(nested))).to_padded_tensor(0.0).sum(1))
         return y
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
-def test_what_a_nested_tensor_lies_in_is_counted_to_the_byte(fraction: float) -> None:
+def test_what_a_nested_tensor_lies_in_is_counted_to_the_byte(fraction: float, layout: torch.layout) -> None:
     torch.manual_seed(0)
-    model, sample = Ragged(), (torch.randn(8, 12, small.WIDTH), torch.randint(1, 13, (8,)))
+    model, sample = Ragged(layout), (torch.randn(8, 12, small.WIDTH), torch.randint(1, 13, (8,)))
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         found: Tensor = model(*batch).square().mean()

@@ -74,6 +74,7 @@ class CallSpec:
         made_bytes: of the storages it returns, in order.
         layouts: of the tensors it returns.
         written: it writes to one of its arguments.
+        metered: what it takes inside was metered where it ran, on the step's own values, and is in the trace.
     """
 
     func: OpOverload
@@ -82,6 +83,7 @@ class CallSpec:
     made_bytes: tuple[int, ...] = ()
     layouts: ResultLayouts = ()
     written: bool = False
+    metered: bool = False
 
     @property
     def tensors(self) -> list[TensorSpec]:

@@ -118,7 +118,7 @@ def with_costs(
         # Of what the caches lack for it, the cold time has its code, too.
         seconds = cost.in_a_step + (host.added_after(since, op) if cost.cold_seconds is None else 0.0)
         seconds = sharing * (seconds + cost.faults * host.fault)
-        workspace = cost.workspace_bytes + hidden
+        workspace = 0 if captured.calls[op.key].metered else cost.workspace_bytes + hidden
         lately.append(op.times * seconds)
         operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))
         if cost.made_bytes is None or trace.source != "fake" or len(cost.made_bytes) != len(op.makes):

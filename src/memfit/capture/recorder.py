@@ -340,6 +340,7 @@ class Recorder(dispatch.DispatchMode):
             call.made_bytes = tuple(self.lifetimes.storages[s].bytes for s in made)
             call.layouts = tuple(layouts)
             call.written = bool(writes)
+            call.metered = sparse
             self.calls[key] = call
         self.operations.append(
             Operation(

@@ -1,4 +1,4 @@
-"""Operations on sparse tensors: what they allocate inside, metered while they run in the capture.
+"""Operations on sparse tensors, and on strided nested ones: what they allocate inside, metered while they run in the capture.
 
 Other operations are run again by themselves, on arguments of the same geometry, to know their workspace. What a product of sparse matrices takes depends on
 where their elements are, so it is metered where they are the step's own.
@@ -25,7 +25,7 @@ def takes_or_makes_sparse(func: OpOverload, inputs: Iterable[torch.Tensor]) -> b
     if any(isinstance(t, FakeTensor) or t.device.type != "cpu" for t in tensors):
         return False
     name = str(func)
-    return "sparse" in name or any(dispatch.is_sparse(t) for t in tensors)
+    return "sparse" in name or "nested" in name or any(dispatch.is_sparse(t) for t in tensors)
 
 
 def is_sparse_fake(tensor: torch.Tensor) -> bool:

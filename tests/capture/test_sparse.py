@@ -161,3 +161,40 @@ def test_what_a_nested_tensor_lies_in_is_counted_to_the_byte(fraction: float, la
     record = engine.step(sample, meter=True)
     assert record.divergences == ()
     assert record.peak_bytes == plan.prediction.peak_bytes
+
+
+class TakenOut(nn.Module):
+    """Layers on what lies in a tensor that is no plain one: rows of a nested one, values of a sparse one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.before, self.after = kind, small.chain(2), small.chain(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, features) to any rows of features."""
+        made = self.before(x)
+        if self.kind == "sparse":
+            places = torch.arange(len(x)).flip(0)[None]
+            taken = torch.sparse_coo_tensor(places, made, made.shape).coalesce().values()
+        else:
+            taken = torch.nested.as_nested_tensor([made[:3], made[3:]], layout=torch.strided).unbind()[1]
+        y: Tensor = self.after(taken)
+        return y
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_what_is_taken_out_of_a_tensor_that_is_no_plain_one_is_followed(kind: str) -> None:
+    torch.manual_seed(0)
+    model, sample = TakenOut(kind), torch.randn(64, small.WIDTH)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).square().mean()
+        return found
+
+    plan = small.plan_at(0.0, model, sample, loss)
+    engine = memfit.apply(plan, model, loss)
+    for _ in range(2):
+        record = engine.step(sample, meter=True)
+        assert record.divergences == ()
+    assert record.recomputations
+    assert record.peak_bytes == plan.prediction.peak_bytes

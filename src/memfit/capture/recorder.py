@@ -124,6 +124,9 @@ class Recorder(dispatch.DispatchMode):
         paths.passed = self._passed
         self.unrecorded: list[str] = []  # operations that ran while nothing was recorded
         self._making_fresh_tensor = False
+        self._inside: set[int] = (
+            set()
+        )  # storages of sparse and nested results: the engine sees no result that lies in one, so none can be held for another run
         self.fakes_sparse = False  # fake tensors do not tell how many elements a sparse one has
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}
@@ -272,7 +275,7 @@ class Recorder(dispatch.DispatchMode):
         among = collective_of(func, args, self._ranks) if self._ranks else None
         key, call = describe(recorded_func, args, kwargs) if among is None else (str(func), CallSpec(func, (), {}))
         random = dispatch.is_random(func, args, kwargs)
-        rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=_REPEATABLE)
+        rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=_REPEATABLE) and self._inside.isdisjoint(reads)
         needs_gradient = forward and dispatch.wants_gradient(*args)
         event = len(self.events)
         index = len(self.operations)
@@ -305,7 +308,9 @@ class Recorder(dispatch.DispatchMode):
                 rerunnable = False
                 outputs.append(-1)
                 new = [part for part in dispatch.laid_in(out) if self.lifetimes.id_of(part) is None]
-                made += [self.lifetimes.add(part, category, self.module, event) for part in new]
+                inside = [self.lifetimes.add(part, category, self.module, event) for part in new]
+                self._inside.update(inside)
+                made += inside
                 continue
             if target is not None and known is None:
                 # Without a dispatch mode the result is in the storage of the first argument.

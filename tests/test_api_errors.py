@@ -362,6 +362,14 @@ def test_room_below_that_is_of_no_use_is_told(count: int, host_budget: Any, reas
         assert reason in str(error)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_batch_that_holds_a_nested_tensor_is_refused_in_words(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    with pytest.raises(BatchError, match="holds a nested tensor, of which no samples can be taken"):
+        memfit.plan(nn.Linear(4, 4), {"rows": nested, "labels": torch.ones(2)}, lambda m, b: m(b["rows"]).sum(), "1GiB")
+
+
 def test_a_batch_without_samples_is_refused() -> None:
     with pytest.raises(BatchError, match="holds no tensor with a dimension"):
         memfit.plan(chain(1), {"n": 3}, squared_error, "1GiB")

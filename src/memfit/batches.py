@@ -80,9 +80,15 @@ def size(batch: Batch) -> int:
     """Number of samples: the length of dimension 0 of the first tensor that has one.
 
     Raises:
-        BatchError: no tensor in it has a dimension.
+        BatchError: no tensor in it has a dimension, or one is nested.
     """
-    for leaf in leaves(batch):
+    found = leaves(batch)
+    if any(leaf.is_nested for leaf in found):
+        raise BatchError(
+            "the batch holds a nested tensor, of which no samples can be taken: give one padded tensor and the lengths, and make the nested one of them in the "
+            "model or the loss function"
+        )
+    for leaf in found:
         if leaf.dim() > 0:
             return int(leaf.shape[0])
     raise BatchError(

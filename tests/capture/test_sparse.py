@@ -145,6 +145,7 @@ class Ragged(nn.Module):
         return y
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
 def test_what_a_nested_tensor_lies_in_is_counted_to_the_byte(fraction: float, layout: torch.layout) -> None:
@@ -182,6 +183,7 @@ class TakenOut(nn.Module):
         return y
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["sparse", "nested"])
 def test_what_is_taken_out_of_a_tensor_that_is_no_plain_one_is_followed(kind: str) -> None:
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.nn import functional
 
 import memfit
@@ -137,6 +138,21 @@ class Observer(nn.Module):
         return self.body((h / self.largest).tanh())
 
 
+class Quantized(nn.Module):
+    """Weights rounded as in quantization-aware training, each row by a scale of its own: one kernel finds the scales and gives them their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.body = nn.Linear(small.WIDTH, 2 * small.WIDTH, bias=False), small.chain(4)
+        self.rounded = FusedMovingAvgObsFakeQuantize(
+            MovingAveragePerChannelMinMaxObserver, -128, 127, dtype=torch.qint8, qscheme=torch.per_channel_symmetric
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.linear(x, self.rounded(self.into.weight))
+        return self.body(h.unflatten(-1, (2, -1)).mean(-2))
+
+
 def first_is_right(model: nn.Module, batch: Any) -> Tensor:
     logits = model(batch[0])
     return functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
@@ -150,6 +166,7 @@ WRITING: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "clipped weights": (Clipped, small.squared_error),
     "statistics that were read": (ReadsStatistics, small.squared_error),
     "a buffer that is resized": (Observer, small.squared_error),
+    "buffers that a kernel resizes": (Quantized, small.squared_error),
 }
 
 
@@ -194,7 +211,12 @@ def test_a_rehearsal_gives_a_buffer_that_is_resized_its_size_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", set(WRITING) - {"clipped weights", "statistics that were read", "a buffer that is resized"}
+    "name",
+    set(WRITING)
+    - {
+        *("clipped weights", "statistics that were read"),
+        *("a buffer that is resized", "buffers that a kernel resizes"),
+    },
 )
 def test_micro_batches_that_would_write_again_are_refused(name: str) -> None:
     model, loss_fn = built(name)

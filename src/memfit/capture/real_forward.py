@@ -40,14 +40,21 @@ class _Names(dispatch.DispatchMode):
 def real_forward_names(
     source: StepSource, sample: Batch, choices: Choices = BASELINE, *, twice: bool = False
 ) -> list[str]:
-    """Operations of a real forward and loss on a sample (the second one, for models that build things once); nothing of the model is changed."""
+    """Operations of a real forward and loss on a sample (the second one, for models that build things once); nothing of the model is changed.
+
+    First of all the buffers that a kernel resizes inside, as that of an observer does, which finds the number of channels: fake ones do not.
+    """
     names = _Names()
     with forward_for_real(source, choices) as program:
+        before = [(name, buffer, buffer.shape) for name, buffer in source.model.named_buffers()]
         for _ in range(2 if twice else 1):
             names.names.clear()
             with batch_kept(sample), names:
                 program.loss(sample)
-    return names.names
+            if "aten.resize_.default" in names.names:
+                before = []  # an operation of its own, which is run on fake tensors, too
+        resized = [f"a resizing of {name}" for name, buffer, shape in before if buffer.shape != shape]
+    return [*resized, *names.names]
 
 
 def first_other_forward(source: StepSource, most: int) -> int | None:

@@ -124,9 +124,8 @@ class Recorder(dispatch.DispatchMode):
         paths.passed = self._passed
         self.unrecorded: list[str] = []  # operations that ran while nothing was recorded
         self._making_fresh_tensor = False
-        self._inside: set[int] = (
-            set()
-        )  # storages of sparse and nested results: the engine sees no result that lies in one, so none can be held for another run
+        # Storages of sparse and nested results: the engine sees no result that is one of these alone, so it can hold none for another run.
+        self._inside: set[int] = set()
         self.fakes_sparse = False  # fake tensors do not tell how many elements a sparse one has
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -242,6 +243,48 @@ def test_ranks_with_stages_train_as_one_process_does_and_are_gone_on_from(
     ran = Ran(capsys, "resume", "two", "--nproc", "1", "--set", "train.steps=5", "--json")
     assert (ran.status, ran.data["step"]) == (0, 5)
     same_as_alone("two")
+
+
+CLASSIFIER = """
+from ranks_toy import *
+
+class Classifier(Net):
+    def forward(self, x, labels):
+        logits = self.body(x)[:, :2]
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+
+def build():
+    return Classifier()
+"""
+
+
+def test_the_accuracy_of_a_classifier_in_stages_is_that_of_one_process(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    Path("classifier_toy.py").write_text(CLASSIFIER, encoding="utf-8")
+    for name in ("train", "validation"):
+        with np.load(f"{name}.npz") as arrays:
+            np.savez(f"{name}.npz", x=arrays["x"], labels=(arrays["y"] > 0).astype(np.int64))
+    settings = ["--set", "model.python=classifier_toy:build", "--set", "train.eval_every=1"]
+    settings += ["--set", "early_stopping.metric=validation_accuracy", "--set", "early_stopping.patience=5"]
+    assert Ran(capsys, "train", run_file, *settings, "--set", "train.out=one").status == 0
+
+    stages = ("--set", "train.out=two", "--set", "fit.fixed.sharding=1f1b/2", "--json")
+    (first, told), (other, _) = on_ranks(
+        2, fits.commanded, str(run_file.parent), "train", "run.yaml", *settings, *stages, joined=False, limit=400.0
+    )
+
+    assert (first, other) == (0, 0)
+    one, two = (accuracies(folder) for folder in ("one", "two"))
+    assert None not in one
+    assert one == two
+    assert json.loads(told)["validation_accuracy"] == two[-1]
+
+
+def accuracies(folder: str) -> list[float | None]:
+    """Of all evaluations of a run."""
+    lines = map(json.loads, Path(folder, "log.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line.get("validation_accuracy") for line in lines if "validation_loss" in line]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit import batches as batching
 from memfit.batches import Batch, LossFunction
@@ -37,10 +38,14 @@ class Accuracy:
         return self.right / self.samples if self.samples else None
 
     def add(self, output: Any, batch: Batch) -> None:
-        """Count one micro-batch by what the model returned for it."""
+        """Count one micro-batch by what the model returned for it; of the look at a pipeline's forward, which has no values, nothing."""
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        if (
+            not isinstance(logits, torch.Tensor)
+            or not isinstance(labels, torch.Tensor)
+            or isinstance(logits, FakeTensor)
+        ):
             return
         if logits.ndim == 2 and labels.shape == logits.shape[:1] and not labels.is_floating_point():
             self.right += int((logits.argmax(1) == labels).sum())

@@ -454,6 +454,8 @@ class _Run:
             )
         if loss is None:
             return False
+        if self.output.together is not None:  # in a pipeline the last stage alone has seen what the model returns
+            accuracy = next((each for each in self.output.together.of_all(accuracy) if each.samples), accuracy)
         self.validation_loss, self.evaluated = loss, self.step
         self.validation_accuracy = accuracy.share
         best = self._counted(loss, accuracy.share)

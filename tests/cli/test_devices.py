@@ -287,6 +287,19 @@ def accuracies(folder: str) -> list[float | None]:
     return [line.get("validation_accuracy") for line in lines if "validation_loss" in line]
 
 
+def test_a_run_that_goes_on_under_another_plan_is_explained_with_what_was_measured_under_that(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    divided = ("--set", "fit.fixed.micro_batches=4", "--set", "train.out=one")
+    assert Ran(capsys, "train", run_file, *divided).status == 0
+    before = Ran(capsys, "explain", "one", "--json").data
+    assert Ran(capsys, "resume", "one", "--set", "fit.fixed.micro_batches=1", "--set", "train.steps=9").status == 0
+    after = Ran(capsys, "explain", "one", "--json").data
+
+    assert after["peak_bytes"] < before["peak_bytes"] == before["run"]["peak_bytes"]
+    assert after["run"]["peak_bytes"] == after["peak_bytes"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["data", "zero1", "zero2/2", "zero2+whole", "zero3", "pipeline"])
 def test_as_many_processes_as_asked_for_train_as_one_does(

@@ -25,7 +25,7 @@ def add(verbs: Any, shared: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Read the plan, and the log where there is one; needs no torch."""
-    from memfit.train.log import records
+    from memfit.train.log import peaks, records
 
     folder = arguments.path if arguments.path.is_dir() else None
     if folder is not None and not (folder / "plan.json").is_file():
@@ -40,18 +40,23 @@ def run(arguments: argparse.Namespace) -> Answer:
     steps = () if folder is None else records(folder)
     saved = [] if folder is None else folders(folder)
     if steps or saved:
-        told, run = _run(plan, steps, saved[-1] if saved else None)
+        logged = plan.prediction.ranks[0] if plan.prediction.ranks else plan.prediction  # rank 0 writes the log
+        measured = () if folder is None else peaks(folder, logged.peak_bytes)
+        told, run = _run(plan, steps, measured, saved[-1] if saved else None)
         data["run"] = run
         lines += told
     return Answer(data, "\n".join(lines))
 
 
-def _run(plan: Plan, steps: Sequence[StepRecord], saved: Path | None) -> tuple[list[str], dict[str, Any]]:
+def _run(
+    plan: Plan, steps: Sequence[StepRecord], peaks: Sequence[int], saved: Path | None
+) -> tuple[list[str], dict[str, Any]]:
     """What a run has done so far, for a person and for a program.
 
     Args:
         plan: that it follows.
         steps: of its log, which may have a line for some of them alone.
+        peaks: bytes that were measured in steps under this plan, of rank 0 where there are several.
         saved: its last snapshot; None before the first.
     """
     logged = steps[-1] if steps else None
@@ -68,7 +73,6 @@ def _run(plan: Plan, steps: Sequence[StepRecord], saved: Path | None) -> tuple[l
     }
     lines = [f"Run: {taken} step{'' if taken == 1 else 's'}"]
     if logged is not None:
-        peaks = [step.peak_bytes for step in steps if step.peak_bytes is not None]
         seconds = median(step.seconds for step in steps)
         data |= {
             "loss": logged.loss,
@@ -79,8 +83,11 @@ def _run(plan: Plan, steps: Sequence[StepRecord], saved: Path | None) -> tuple[l
         at = "" if logged.step == taken else f" in step {logged.step}, the last in the log"
         lines[0] += f", loss {logged.loss:.4f}{at}, {format_seconds(seconds)} a step"
         if peaks:
-            measured, predicted = format_bytes(max(peaks)), format_bytes(plan.prediction.peak_bytes)
-            lines.append(f"Measured: {measured} at the peak; predicted: {predicted}.")
+            ranks = plan.prediction.ranks
+            predicted, whose = (ranks[0].peak_bytes, " of rank 0") if ranks else (plan.prediction.peak_bytes, "")
+            lines.append(
+                f"Measured: {format_bytes(max(peaks))} at the peak{whose}; predicted: {format_bytes(predicted)}."
+            )
         lines += [f"Not as planned: {text}" for text in data["divergences"]]
     lines[0] += "."
     if saved is not None:

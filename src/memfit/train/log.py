@@ -137,6 +137,11 @@ def records(out: Path) -> tuple[StepRecord, ...]:
     )
 
 
+def peaks(out: Path, predicted_bytes: int) -> tuple[int, ...]:
+    """Bytes that were measured in the steps of a run's log that were predicted to take so many; others ran under another plan, before the run was resumed."""
+    return tuple(line["peak_bytes"] for line in read(out) if line.get("predicted_peak_bytes") == predicted_bytes)
+
+
 def texts(out: Path) -> tuple[GeneratedText, ...]:
     """What the model has written, by a run's log."""
     return tuple(GeneratedText(line["step"], **each) for line in read(out) for each in line.get("generated", ()))

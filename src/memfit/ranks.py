@@ -32,15 +32,33 @@ from memfit.values.plan import Plan
 from memfit.values.report import MeasuredRank, Rehearsal
 
 _WHOLE: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MEETING: Final = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # what torchrun sets, and torch.distributed reads
 SENT_BYTES: Final = 16 << 20  # of one rank's sample, at most
 
 
 def place() -> tuple[int, int] | None:
-    """This process's rank and the number of ranks, as torchrun tells them in the environment; None where it is alone."""
-    told = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
-    if not all(told) or not (told[0].isdecimal() and told[1].isdecimal()) or int(told[1]) < 2:
+    """This process's rank and the number of ranks, as its process group or, where it has none yet, the environment tells them; None where it is alone.
+
+    Raises:
+        InputError: the environment makes it one of several that cannot meet.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return (dist.get_rank(), dist.get_world_size()) if dist.get_world_size() > 1 else None
+    rank, ranks, host, port = (os.environ.get(name, "") for name in _MEETING)
+    if not (rank.isdecimal() and ranks.isdecimal()) or int(ranks) < 2:
         return None
-    return int(told[0]), int(told[1])
+    if not host or not port.isdecimal() or int(rank) >= int(ranks):
+        told = ", ".join(f"{name}={value}" for name, value in zip(_MEETING, (rank, ranks, host, port), strict=True))
+        raise InputError(
+            f"the environment says that this process is one of {ranks}, and not where they meet ({told}): start all of them with torchrun, which sets these, "
+            "or set them (ranks from 0 on, and an address and a free port of rank 0's computer); to train in this process alone, unset RANK and WORLD_SIZE"
+        )
+    return int(rank), int(ranks)
 
 
 def refuse_one_device() -> None:
@@ -49,9 +67,8 @@ def refuse_one_device() -> None:
     Raises:
         InputError: the process is one of several in a group, or that torchrun has started to become one.
     """
-    in_group = dist.is_available() and dist.is_initialized()
-    there = (dist.get_rank(), dist.get_world_size()) if in_group else place()
-    if there is not None and there[1] > 1:
+    there = place()
+    if there is not None:
         rank, ranks = there
         raise InputError(
             f"this process is rank {rank} of {ranks}, and memfit.fit without devices= fits one device: call memfit.fit(..., devices={ranks}) in all of them, "
@@ -65,7 +82,7 @@ def check_world(number: int) -> tuple[int, int]:
     Raises:
         InputError: they are not.
     """
-    there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else place()
+    there = place()
     if there is None or there[1] != number:
         run = "this process is alone" if there is None else f"this run has {there[1]} ranks"
         raise InputError(
@@ -87,9 +104,7 @@ def join_group(device: torch.device) -> None:
         dist.init_process_group(backends_for(device))
         leave_group_at_exit()
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        rank, ranks, host, port = (
-            os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        )
+        rank, ranks, host, port = (os.environ.get(name, "?") for name in _MEETING)
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise EngineError(
             f"rank {rank} of {ranks} has not met the others at {host}:{port} ({reason}): see that all {ranks} were started, each with a rank of its own, that "

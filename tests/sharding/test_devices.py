@@ -348,6 +348,20 @@ def test_a_process_of_torchrun_is_not_fitted_alone(monkeypatch: pytest.MonkeyPat
         memfit.fit(model, sample, loss_fn, "1GiB")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("MASTER_ADDR", None), ("MASTER_PORT", None), ("MASTER_PORT", "some"), ("RANK", "2")]
+)
+@pytest.mark.parametrize("devices", [None, 2])
+def test_a_process_that_is_one_of_several_and_cannot_meet_them_does_not_train_alone(
+    monkeypatch: pytest.MonkeyPatch, devices: int | None, name: str, value: str | None
+) -> None:
+    for each, told in (as_torchrun_tells(1, 2, 1) | {name: value}).items():
+        monkeypatch.delenv(each, raising=False) if told is None else monkeypatch.setenv(each, told)
+    model, sample, loss_fn = steps.chain()
+    with pytest.raises(memfit.InputError, match=f"one of 2, and not where they meet .*{name}={value or ''}[,)]"):
+        memfit.fit(model, sample, loss_fn, "1GiB", devices=devices)
+
+
 def test_named_devices_are_planned_for_as_they_are_and_told() -> None:
     plan = planned("2xh100")
     assert (plan.device, plan.device_kind, plan.prediction.seconds_are) == ("h100", "cuda", "estimated")

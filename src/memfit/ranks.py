@@ -198,17 +198,28 @@ def planned_together(make: Callable[[], Plan]) -> Plan:
         make: called on rank 0 alone.
 
     Raises:
-        MemfitError: what rank 0 raised; on all ranks.
+        MemfitError: what rank 0 raised; on all ranks. Another error of the user's own code is raised there, and named on the others.
     """
     told: list[Any] = [None]
     made: Plan | None = None
+    failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
             made = make()
             told = [made.to_json()]
         except MemfitError as error:
             told = [error]
+        except Exception as error:  # noqa: BLE001 - raised again below, when the others know
+            failed = error
+            reason = (str(error).strip().splitlines() or [""])[0]
+            told = [
+                EngineError(
+                    f"rank 0 plans for all, and model, loss or optimizer failed there ({type(error).__name__}: {reason}): see what it says"
+                )
+            ]
     dist.broadcast_object_list(told, src=0)
+    if failed is not None:
+        raise failed
     if isinstance(told[0], MemfitError):
         raise told[0]
     return Plan.from_json(told[0]) if made is None else made

@@ -135,6 +135,25 @@ def refused(rank: int, ranks: int) -> list[str]:
     return said
 
 
+def failing(rank: int, ranks: int) -> list[str]:
+    """What each rank raises where the user's own loss or optimizer fails while the first one plans, and the loss of a fit after that."""
+    model, sample, loss_fn = steps.chain()
+    own, told = steps.part_of(sample, rank, ranks), []
+
+    def wrong(*_: Any) -> Any:
+        raise KeyError("nobody")
+
+    for loss, optimizer in ((wrong, small.adamw), (loss_fn, wrong)):
+        try:
+            memfit.fit(model, own, loss, "1MiB", optimizer, devices=ranks)
+        except Exception as error:  # noqa: BLE001 - any is told
+            told.append(f"{type(error).__name__}: {error}")
+    engine = memfit.fit(model, own, loss_fn, "1MiB", small.adamw, devices=ranks, fixed={"sharding": "data"})
+    told.append(str(engine.step(own).loss))
+    torch.distributed.destroy_process_group()
+    return told
+
+
 def commanded(rank: int, folder: str, *arguments: str) -> tuple[int, str]:
     """Status and standard output of a command in one of several ranks."""
     os.chdir(folder)

@@ -156,6 +156,19 @@ def test_a_fit_in_another_world_says_what_to_call() -> None:
         memfit.fit(model, sample, loss_fn, "1MiB", small.adamw, devices=2)
 
 
+def test_an_error_of_the_users_own_code_on_the_rank_that_plans_is_told_to_the_others() -> None:
+    first, second = on_ranks(2, fits.failing, 2, joined=False, limit=60.0)
+    assert first[:-1] == ["KeyError: 'nobody'"] * 2
+    assert (
+        second[:-1]
+        == [
+            "EngineError: rank 0 plans for all, and model, loss or optimizer failed there (KeyError: 'nobody'): see what it says"
+        ]
+        * 2
+    )
+    assert first[-1] == second[-1]
+
+
 def test_one_device_is_as_none() -> None:
     """What a script under torchrun gives that counts its ranks, when it runs alone."""
     model, sample, loss_fn = steps.chain()

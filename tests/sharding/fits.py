@@ -154,6 +154,21 @@ def failing(rank: int, ranks: int) -> list[str]:
     return told
 
 
+def evaluated(rank: int, ranks: int, way: str) -> tuple[int, list[int]]:
+    """Predicted and measured bytes of steps before and after an evaluation."""
+    model, _, loss_fn = steps.chain()
+    own = small.rows(4)  # so few that parameters take most at the peak
+    engine = memfit.fit(model, own, loss_fn, "1MiB", small.adamw, devices=ranks, fixed={"sharding": way})
+    engine.step(own)
+    peaks = []
+    for _ in range(2):
+        peaks.append(engine.step(own, meter=True).peak_bytes or 0)
+        with engine.evaluating() as whole, torch.no_grad():
+            loss_fn(whole, own)
+    torch.distributed.destroy_process_group()
+    return engine.plan.prediction.ranks[rank].peak_bytes, peaks
+
+
 def commanded(rank: int, folder: str, *arguments: str) -> tuple[int, str]:
     """Status and standard output of a command in one of several ranks."""
     os.chdir(folder)

@@ -156,6 +156,11 @@ def test_a_fit_in_another_world_says_what_to_call() -> None:
         memfit.fit(model, sample, loss_fn, "1MiB", small.adamw, devices=2)
 
 
+def test_a_step_after_an_evaluation_takes_what_is_predicted() -> None:
+    for predicted, peaks in on_ranks(2, fits.evaluated, 2, "zero3", joined=False):
+        assert peaks == [predicted] * 2
+
+
 def test_an_error_of_the_users_own_code_on_the_rank_that_plans_is_told_to_the_others() -> None:
     first, second = on_ranks(2, fits.failing, 2, joined=False, limit=60.0)
     assert first[:-1] == ["KeyError: 'nobody'"] * 2

@@ -218,13 +218,20 @@ class FullySharded(ShardedModel):
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Parameters are shards again afterwards: only a backward would have seen to that."""
+        """Parameters are shards again afterwards, and calls are forgotten: only a backward would have seen to either."""
+        context: Any = self._root()._get_fsdp_state()._comm_ctx
+        calls = len(context.post_forward_order)
         try:
             yield self.model
         finally:
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+                    for group in _groups(
+                        module
+                    ):  # or the next backward would gather the unit that was called last here
+                        group._post_forward_indices[:] = [n for n in group._post_forward_indices if n < calls]
+            del context.post_forward_order[calls:]
 
     def close(self) -> None:
         """Take the hooks and classes of `fully_shard` off the model."""

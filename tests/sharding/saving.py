@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def gone_on(
 def failing(
     rank: int, data: dict[str, Any], build: Callable[[], steps.Built], folder: str
 ) -> list[tuple[str, list[str]]]:
-    """What is said on each rank where the second one cannot write, and where its files do not reach the disk; and what the folder holds then."""
+    """What is said on each rank where the second one cannot write, where they do not reach the disk, and where they may not be so large; what is left."""
     engine, own = applied(data, build)
     engine.step(own)
     begun(engine, folder).finish()
@@ -108,4 +109,12 @@ def failing(
                 begun(engine, folder).finish()
             except SnapshotError as error:
                 found.append((str(error), sorted(os.listdir(folder))))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        begun(engine, folder).finish()
+    except SnapshotError as error:
+        found.append((str(error), sorted(os.listdir(folder))))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return found

@@ -90,7 +90,7 @@ def stage(out: Path, trained: Trained, together: Agreement, moment: Moment) -> S
     try:
         names = _part(partial, trained, rank, moment.loop)
     except (OSError, SnapshotError, CheckpointException) as found:
-        error = _in_words(out, final, found)
+        error = _in_words(out, final, found, rank)
     try:
         _raise_together(together, error)
     except BaseException:
@@ -209,17 +209,18 @@ def _of_another(snapshot: Snapshot, error: BaseException) -> SnapshotError:
     return SnapshotError(f"{snapshot.folder} is of another model or optimizer: {error}")
 
 
-def _in_words(out: Path, final: Path, error: BaseException) -> SnapshotError:
+def _in_words(out: Path, final: Path, error: BaseException, rank: int) -> SnapshotError | None:
+    """What this rank has to say of it; None where it is another rank that could not write."""
     if isinstance(error, SnapshotError):
         return error
-    if isinstance(error, CheckpointException):
-        # On every rank there are those of all that failed; the first of them that came from the disk says most.
-        for _, (found, _) in sorted(error.failures.items()):
-            if isinstance(found, OSError):
-                return snapshots.failed(out, final, 0, found)
-        return SnapshotError(f"cannot write the snapshot {final}: {error}")
-    assert isinstance(error, OSError)
-    return snapshots.failed(out, final, 0, error)
+    if isinstance(error, CheckpointException):  # the same on all ranks
+        if rank not in error.failures:
+            return None
+        error = error.failures[rank][0]
+    if isinstance(error, OSError):
+        return snapshots.failed(out, final, 0, error)
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return SnapshotError(f"cannot write the snapshot {final}: {reason}; {snapshots.older(out)}")
 
 
 def _raise_together(together: Agreement, error: Exception | None) -> None:

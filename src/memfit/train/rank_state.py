@@ -116,10 +116,20 @@ def save(parts: Parts, folder: Path) -> Apart:
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+    class Writer(FileSystemWriter):
+        """Says what the disk said, which `torch.save` turns into a RuntimeError about positions."""
+
+        def write_data(self, *arguments: Any) -> Any:
+            try:
+                return super().write_data(*arguments)
+            except RuntimeError as error:
+                before = error.__context__
+                raise before if isinstance(before, OSError) else error  # noqa: B904 - it is told to other ranks, without what led to it
+
     together, apart = tensors_of(parts)
     state_dict_saver.save(
         together,
-        storage_writer=FileSystemWriter(folder, sync_files=False),
+        storage_writer=Writer(folder, sync_files=False),
         process_group=parts.group,
         no_dist=parts.group is None,
     )

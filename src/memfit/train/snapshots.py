@@ -217,7 +217,7 @@ def failed(out: Path, final: Path, needed: int, error: OSError) -> SnapshotError
     """In a sentence, why a snapshot could not be written."""
     if error.errno in _NO_SPACE:
         return _no_space(out, needed)
-    return SnapshotError(f"cannot write the snapshot {final}: {error.strerror or error}; {_older(out)}")
+    return SnapshotError(f"cannot write the snapshot {final}: {error.strerror or error}; {older(out)}")
 
 
 def check_space(out: Path, needed_bytes: int) -> None:
@@ -299,11 +299,12 @@ def _no_space(out: Path, needed: int) -> SnapshotError:
     free = shutil.disk_usage(out).free
     return SnapshotError(
         f"no space for a snapshot in {out}: it takes {format_bytes(needed)} and {format_bytes(free)} are free. "
-        f"Free space, or lower train.keep. {_older(out)}"
+        f"Free space, or lower train.keep. {older(out)}"
     )
 
 
-def _older(out: Path) -> str:
+def older(out: Path) -> str:
+    """What can be gone on from where one could not be written, at the end of the message."""
     found = folders(out)
     if not found:
         return "No snapshot was there before"

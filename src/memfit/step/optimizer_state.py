@@ -24,13 +24,14 @@ def set_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     for key, state in saved["state"].items():
         owner = parameters.get(key, key)  # some keep what is of no parameter beside the states of these, under a name
-        (values, structure), (present, made) = (
-            pytree.tree_flatten(state),
-            pytree.tree_flatten(optimizer.state.get(owner)),
-        )
-        if len(values) == len(present):  # else the optimizer keeps it in a form of its own
-            back = list(map(_as_saved, values, present))
-            if structure != made or any(a is not b for a, b in zip(back, present, strict=True)):
+        values, structure = pytree.tree_flatten_with_path(state)
+        made, structure_made = pytree.tree_flatten_with_path(optimizer.state.get(owner))
+        present = dict(made)  # by their places: what comes from a file may be in another order
+        if {place for place, _ in values} == present.keys():  # else the optimizer keeps it in a form of its own
+            back = [_as_saved(value, present[place]) for place, value in values]
+            if structure != structure_made or any(
+                kept is not present[place] for kept, (place, _) in zip(back, values, strict=True)
+            ):
                 optimizer.state[owner] = pytree.tree_unflatten(back, structure)
 
 

@@ -169,6 +169,19 @@ def evaluated(rank: int, ranks: int, way: str) -> tuple[int, list[int]]:
     return engine.plan.prediction.ranks[rank].peak_bytes, peaks
 
 
+def left_alone(rank: int) -> str:
+    """What the first rank says where it gathers the stages' weights alone, since the other one has ended."""
+    model, sample, loss_fn = steps.chain()
+    own = steps.part_of(sample, rank, 2)
+    engine = memfit.fit(model, own, loss_fn, "1MiB", small.adamw, devices=2, fixed={"sharding": "1f1b"})
+    if rank:
+        torch.distributed.destroy_process_group()
+        return ""
+    with pytest.raises(memfit.EngineError) as error:
+        engine.state_dict()
+    return str(error.value)
+
+
 def commanded(rank: int, folder: str, *arguments: str) -> tuple[int, str]:
     """Status and standard output of a command in one of several ranks."""
     os.chdir(folder)

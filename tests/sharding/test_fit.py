@@ -161,6 +161,12 @@ def test_a_step_after_an_evaluation_takes_what_is_predicted() -> None:
         assert peaks == [predicted] * 2
 
 
+def test_weights_that_one_rank_gathers_alone_are_to_be_gathered_by_all() -> None:
+    said, _ = on_ranks(2, fits.left_alone, joined=False)
+    assert said.startswith("another rank has ended, or has kept rank 0 waiting for too long (")
+    assert said.endswith("and call engine.state_dict() on all of them")
+
+
 def test_an_error_of_the_users_own_code_on_the_rank_that_plans_is_told_to_the_others() -> None:
     first, second = on_ranks(2, fits.failing, 2, joined=False, limit=60.0)
     assert first[:-1] == ["KeyError: 'nobody'"] * 2

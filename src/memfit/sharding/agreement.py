@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -104,26 +105,34 @@ class Agreement:
         return table.tolist()
 
     def _all_reduce(self, words: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        try:
+        with self._waiting():
             dist.all_reduce(words, op=how, group=self._group)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around a message of all ranks: where it fails, what torch says of sockets is put into words."""
+        try:
+            yield
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
             raise EngineError(
                 f"another rank has ended, or has kept rank {self.rank} waiting for too long ({reason}): see what it says; where it says nothing, let all ranks "
-                "take as many steps (DistributedSampler or drop_last=True deals out as many batches to each)"
+                "take as many steps (DistributedSampler or drop_last=True deals out as many batches to each), and call engine.state_dict() on all of them"
             ) from error
 
     def told(self, value: Told | None) -> Told:
         """Rank 0's value, on all ranks; plain data that pickle can copy."""
         told = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(told, src=0, group=self._group)
+        with self._waiting():
+            dist.broadcast_object_list(told, src=0, group=self._group)
         found: Told = told[0]  # type: ignore[assignment]  # rank 0 has one
         return found
 
     def of_all(self, value: Told) -> list[Told]:
         """Every rank's value, on all ranks, by rank."""
         found: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(found, value, group=self._group)
+        with self._waiting():
+            dist.all_gather_object(found, value, group=self._group)
         return found
 
     def first_error(self, error: Exception | None) -> tuple[int, str] | None:

@@ -130,13 +130,13 @@ def test_what_changes_results_less_is_told_first() -> None:
 
 def test_a_hopeless_budget_is_refused_without_a_capture_more(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Any] = []
-    known = TraceSource._captured
+    known = TraceSource.captured
 
     def noted(self: TraceSource, choices: Any) -> Any:
         captured.append(choices)
         return known(self, choices)
 
-    monkeypatch.setattr(TraceSource, "_captured", noted)
+    monkeypatch.setattr(TraceSource, "captured", noted)
     error = _refused("1KiB")
     assert [remedy.kind for remedy in error.remedies] == ["budget"]
     _, _, tried = str(error).partition("Nothing fits with any of these besides, or with combinations of them: ")

@@ -218,13 +218,18 @@ def _counts(total: int, period: int) -> range:
 
 
 @contextmanager
-def shortened(model: nn.Module, count: int) -> Iterator[None]:
+def shortened(model: nn.Module, count: int, blocks: Sequence[str] = ()) -> Iterator[None]:
     """The model with only the first of its repeated blocks.
+
+    Args:
+        model: as a whole.
+        count: blocks that stay.
+        blocks: paths of all of them; empty for those that `predict_cluster` counts.
 
     Raises:
         InputError: it has none that can be left out.
     """
-    paths = _blocks_of(model)
+    paths = blocks or _blocks_of(model)
     holder = model.get_submodule(paths[0].rpartition(".")[0])
     left_out = list(holder.named_children())[count:]
     for name, _ in left_out:

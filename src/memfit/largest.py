@@ -15,6 +15,7 @@ from memfit.capture.trace_source import TraceSource
 from memfit.errors import BatchError, CaptureError, InputError
 from memfit.lower_tiers import requested
 from memfit.offers import planning_for
+from memfit.planner.timeline import Recomputations, Timeline
 from memfit.progress import Progress, tell
 from memfit.step.given import check_sample
 from memfit.step.program import OptimizerFactory, default_optimizer
@@ -162,7 +163,15 @@ def _largest(sized: _Sized, sample: Batch, resized: Callable[[Batch, int], Batch
     return search_largest(lambda size: sized.needed(resized(sample, size), size), capacity, start, most)
 
 
-def search_largest(needed: Callable[[int], int], capacity: int, start: int, most: int, *, every: int = 1) -> Largest:
+def search_largest(
+    needed: Callable[[int], int],
+    capacity: int,
+    start: int,
+    most: int,
+    *,
+    every: int = 1,
+    likely: Callable[[], int] = lambda: 0,
+) -> Largest:
     """The largest size whose bytes fit, where more never takes less: guessed by the line through the two nearest sizes known.
 
     Args:
@@ -171,10 +180,11 @@ def search_largest(needed: Callable[[int], int], capacity: int, start: int, most
         start: the first to be tried.
         most: sizes above it are not tried.
         every: sizes are told apart no finer than this.
+        likely: the largest size that a plan seen so far would fit at; 0 where that is not known. It is tried next, and then the one above it.
     """
     known: dict[int, int] = {}
     fits, too_large = 0, most + 1
-    size = start
+    size, before_that = start, 0
     while True:
         try:
             known[size] = needed(size)
@@ -188,6 +198,11 @@ def search_largest(needed: Callable[[int], int], capacity: int, start: int, most
         slow = too_large <= most and 2 * (too_large - fits) > before
         if too_large - fits <= max(1, every) or fits >= most:
             break
+        said = likely()
+        if fits < said < too_large or (fits == said != before_that):
+            before_that = said
+            size = min(max(said, fits + 1), too_large - 1)
+            continue
         # What the smallest plan needs is no line: where that takes off less than half of what is open, the next is its middle.
         size = (fits + too_large) // 2 if slow else _next(known, capacity, fits, too_large, every)
     if fits == 0:
@@ -209,6 +224,29 @@ def _next(known: Mapping[int, int], capacity: int, fits: int, too_large: int, ev
     guess -= guess % every
     # What has been tried and failed for another reason leaves halves.
     return min(max(guess, fits + 1), too_large - 1)
+
+
+class BytesBySize:
+    """What a plan takes at other sizes than the one that it was made for: every moment lies on the line through two.
+
+    Args:
+        timelines: of the step in two sizes, of the same operations.
+        sizes: these.
+    """
+
+    def __init__(self, timelines: Sequence[Timeline], sizes: Sequence[int]) -> None:
+        self.timelines, self.sizes = timelines, sizes
+
+    def largest(self, recomputations: Recomputations, capacity: int, most: int) -> int:
+        """The largest size up to `most` at which the plan fits; 0 where it fits at none."""
+        low, high = (timeline.evaluate(recomputations).levels for timeline in self.timelines)
+        each = (high - low) / (self.sizes[1] - self.sizes[0])
+        none = low - each * self.sizes[0]
+        grows = each > 0
+        if (none[~grows] > capacity).any():
+            return 0
+        limits = (capacity - none[grows]) / each[grows]
+        return max(0, min(most, int(limits.min()))) if len(limits) else most
 
 
 def of_the_same_operations(first: Trace, second: Trace) -> bool:

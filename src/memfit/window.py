@@ -165,8 +165,9 @@ class _WindowSource(TraceSource):
     def compared(self) -> Batch:
         return self.sample if self.every_sample is None else self.every_sample
 
-    def _captured(self, choices: Choices) -> Trace:
-        trace = super()._captured(choices)
+    def captured(self, choices: Choices) -> Trace:
+        """The step, with the losses that are held until it ends."""
+        trace = super().captured(choices)
         held = self.losses_held(choices.micro_batches)
         if held:
             each = self.machine.allocation_bytes

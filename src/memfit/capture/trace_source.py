@@ -26,7 +26,7 @@ from memfit.capture.noting_time import noting_seconds
 from memfit.capture.present_machine import present_machine
 from memfit.capture.roofline import estimated_costs
 from memfit.capture.samples import rows_of
-from memfit.capture.source import StepSource, made_by_its_first_forward
+from memfit.capture.source import StepSource, made_by_its_first_forward, model_digest
 from memfit.capture.splitting import SAMPLES as COMPARED_SAMPLES
 from memfit.capture.splitting import Splitting, find_splitting
 from memfit.capture.timing import processor_clock
@@ -140,7 +140,7 @@ class TraceSource:
             else:
                 tell(self.progress, f"capturing a step ({named(choices, choices.micro_batches)}){ahead}", 0.1)
                 with outside_torch_kept():
-                    self._traces[choices] = self._captured(choices)
+                    self._traces[choices] = self.captured(choices)
         return self._traces[choices]
 
     def _runnable_here(self, choices: Choices) -> Choices:
@@ -152,7 +152,8 @@ class TraceSource:
         elsewhere = self.machine.kind != "cpu" and self.here.type == "cpu"
         return choices.but(state_place="disk") if elsewhere and choices.state_place == "host" else choices
 
-    def _captured(self, choices: Choices) -> Trace:
+    def captured(self, choices: Choices) -> Trace:
+        """The step, captured with these choices as they run here."""
         way = replace(choices, micro_batches=1)
         for _ in range(LAYOUT_ROUNDS):
             with frozen(self.model, choices.frozen):
@@ -214,10 +215,7 @@ class TraceSource:
         if libraries := self._cuda is not None and self._other_bytes(captured, present):
             workspaces = f"{format_bytes(libraries)} of cuBLAS's workspaces are counted, as other bytes: PyTorch holds them from the first product on"
             trace = replace(trace, notes=(*trace.notes, workspaces))
-        followed, recomputed = engine_seconds(self._table)
-        between = PYTHON * host_time_of(self._table).mode
-        if self.machine.kind == "cuda":
-            between, followed, recomputed = _beside_a_gpu(trace, host_time_of(self._table).mode, followed, recomputed)
+        between, followed, recomputed = self._host_seconds(trace)
         noted = counting = 0.0
         if self.machine.kind == "cpu" and self._table is not None:  # a GPU is busy meanwhile
             noted, counting = self._noted_seconds(trace), COUNTED * host_time_of(self._table).mode
@@ -246,6 +244,23 @@ class TraceSource:
             )
 
         return completed(trace)
+
+    def _host_seconds(self, trace: Trace) -> tuple[float, float, float]:
+        """Of the host between two operations, and of the engine for one that it follows or runs again."""
+        followed, recomputed = engine_seconds(self._table)
+        mode = host_time_of(self._table).mode
+        if self.machine.kind == "cuda":
+            return _beside_a_gpu(trace, mode, followed, recomputed)
+        return PYTHON * mode, followed, recomputed
+
+    def of_whole_model(self, trace: Trace, choices: Choices) -> Trace:
+        """A trace made of those of a part of this model, with what is of the whole: its identity, and the host's seconds beside kernels."""
+        between, followed, recomputed = self._host_seconds(trace)
+        with frozen(self.model, choices.frozen):
+            identity = model_digest(self.model)
+        return replace(
+            trace, model=identity, dispatch_seconds=followed, recomputed_seconds=recomputed, python_seconds=between
+        )
 
     def _noted_seconds(self, trace: Trace) -> float:
         """Measured once, as all candidates are compared by it."""

@@ -12,12 +12,13 @@ from torch import nn
 from memfit.batches import Batch
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import BatchError, CaptureError, InfeasibleError, InputError
+from memfit.estimating.few_blocks import FewBlocksSource
 from memfit.estimating.long_forward import check_operations
 from memfit.estimating.methods import METHODS, Method, least_bytes, method_of
 from memfit.estimating.models import Named
 from memfit.hardware.machine import Machine, known_machine
 from memfit.hardware.topology import Topology
-from memfit.largest import Largest, between, of_the_same_operations, search_largest
+from memfit.largest import BytesBySize, Largest, between, of_the_same_operations, search_largest
 from memfit.lower_tiers import requested
 from memfit.planner.head import head_of
 from memfit.planner.timeline import Timeline
@@ -268,7 +269,7 @@ class _Step:
     def at(self, batch: int, length: int) -> Planning:
         """The step of this size, captured."""
         sample = self.named.sample(batch, length)
-        source = TraceSource(
+        source = FewBlocksSource(
             self.model, sample, self.named.loss_fn, default_optimizer, None, self.machine.name, self.progress
         )
         if self.settings is None:
@@ -338,16 +339,26 @@ class _Step:
             traces[above] = captured(above)
         ends = sorted(traces)[-2:]
 
+        alike = of_the_same_operations(*(traces[end] for end in ends))
+        lines = BytesBySize([Timeline(traces[end]) for end in ends], ends) if alike else None
+        reached = [second]  # nothing better is known
+
         def needed(size: int) -> int:
             tell(self.progress, f"a batch of {size}", 0.7)
             if size == batch:
                 return least
             trace = traces.get(size)
-            if trace is None and size > 1 and of_the_same_operations(*(traces[end] for end in ends)):
+            if trace is None and size > 1 and alike:
                 trace = between(traces[ends[0]], traces[ends[1]], ends, size)
-            return Planning(replace(bundle, samples=size, traces={choices: trace or captured(size)})).smallest()[0]
+            planning = Planning(replace(bundle, samples=size, traces={choices: trace or captured(size)}))
+            bytes_needed, found = planning.smallest()
+            if lines is not None and size > 1:
+                solution = found.solution
+                room = self.budget_bytes - (bytes_needed - solution.peak)
+                reached.append(max(*reached[1:], 0, lines.largest(solution.recomputations, room, MOST_SAMPLES)))
+            return bytes_needed
 
-        return search_largest(needed, self.budget_bytes, batch, MOST_SAMPLES)
+        return search_largest(needed, self.budget_bytes, batch, MOST_SAMPLES, likely=lambda: reached[-1])
 
     def largest_length(self, batch: int, length: int) -> Largest | None:
         """The most tokens that fit in each of so many samples."""

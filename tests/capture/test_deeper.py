@@ -28,13 +28,14 @@ class Block(nn.Module):
         super().__init__()
         self.number, self.kind = number, kind
         self.norm = nn.LayerNorm(16)
-        self.inner = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.inner = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        for layer in self.inner:
+        for layer in self.inner[:2]:
             y = self.drop(torch.relu(layer(y)))
+        y = y * self.inner[2](x)
         return x + (y.sin() if self.kind else y)
 
 
@@ -116,7 +117,7 @@ def test_adapters_and_weights_in_four_bits(depth: int) -> None:
     peft = pytest.importorskip("peft")
     with torch.device("meta"):
         model = peft.get_peft_model(
-            Deep(depth).to(torch.bfloat16), peft.LoraConfig(r=2, target_modules=["inner.0", "inner.1"])
+            Deep(depth).to(torch.bfloat16), peft.LoraConfig(r=2, target_modules=["inner.0", "inner.1", "inner.2"])
         ).train()
     choices = Choices(frozen_weights="4bit")
     same(capture(model, choices, FewBlocksSource), capture(model, choices))

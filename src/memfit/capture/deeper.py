@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from memfit.garbage import uncollected
-from memfit.values.trace import ModuleCall, Operation, Phase, Save, Storage, Trace
+from memfit.values.trace import Category, ModuleCall, Operation, Phase, Save, Storage, Trace
 
 BLOCKS: Final = (
     4,
@@ -63,11 +63,12 @@ def _deeper(traces: Sequence[Trace], more: int) -> Trace:
     events = _Table([[_event(code, trace) for code in trace.events] for trace in traces])
     calls = _Table([[_call(c) for c in trace.calls] for trace in traces])
     last = traces[-1]
+    kinds = [_told_apart(trace, storages.order(copies).tolist()) for copies, trace in enumerate(traces)]
     made = operations.extended(more, last.operations, _operation_with)
     for place, row in enumerate(made):
         if row.phase in _ONCE_A_STEP:
             like = [trace.operations[len(trace.operations) - len(made) + place] for trace in traces]
-            made[place] = _once_a_step(like, storages, more)
+            made[place] = _once_a_step(like, kinds, more)
     (ends,) = _extrapolated([[(trace.forward_events, trace.pass_events)] for trace in traces], more)
     return replace(
         last,
@@ -100,21 +101,17 @@ class _Repeated:
 class _Table:
     """One table in three traces.
 
-    Args:
-        tables: its rows in each.
-        behind: blocks that are alike behind the one that is repeated. The last block often differs in when its results go, the first in what it gets.
-
     Raises:
         _NotAlikeError: it does not grow by rows that are alike.
     """
 
-    def __init__(self, tables: Sequence[list[_Row]], behind: int = 1) -> None:
+    def __init__(self, tables: Sequence[list[_Row]]) -> None:
         self.tables = tables
         numbers: dict[Hashable, int] = {}
         kinds = [
             np.array([numbers.setdefault(row.kind, len(numbers)) for row in table], dtype=np.int64) for table in tables
         ]
-        self.repeated = _grown(kinds[0], kinds[1], behind)
+        self.repeated = _grown(kinds[0], kinds[1])
         for copies, found in enumerate(kinds):
             order = self.order(copies)
             if len(order) != len(found) or not np.array_equal(kinds[0][order], found):
@@ -170,12 +167,8 @@ class _Table:
     def _numbers(self) -> list[list[tuple[int, ...]]]:
         return [[row.numbers for row in table] for table in self.tables]
 
-    def kinds(self, more: int) -> list[int]:
-        """Of each row of the trace with so many blocks more, the row of the shortest that it is like."""
-        return self.order(more).tolist()  # type: ignore[no-any-return]
 
-
-def _grown(shorter: Any, longer: Any, behind: int) -> list[_Repeated]:
+def _grown(shorter: Any, longer: Any) -> list[_Repeated]:
     """Where rows have come in, and how many."""
     found: list[_Repeated] = []
     i = j = 0
@@ -192,9 +185,11 @@ def _grown(shorter: Any, longer: Any, behind: int) -> list[_Repeated]:
         rows = next((each for each in found_rows if each), 0)
         if not rows:
             raise _NotAlikeError
-        start, back = i - (1 + behind) * rows, j - (1 + behind) * rows
         before = found[-1].start + found[-1].rows if found else 0
-        if start < before or not np.array_equal(longer[back:j], longer[back + rows : j + rows]):
+        # Where rows repeat so often, one block stays behind: the last often differs in when its results go, the first in what it gets.
+        spare = i - 2 * rows >= before and np.array_equal(longer[j - 2 * rows : j], longer[j - rows : j + rows])
+        start = i - (1 + spare) * rows
+        if start < before:
             raise _NotAlikeError
         found.append(_Repeated(start, rows))
         j += rows
@@ -290,18 +285,25 @@ def _operation_with(row: Operation, numbers: tuple[int, ...]) -> Operation:
     )  # fmt: skip
 
 
-def _once_a_step(like: Sequence[Operation], storages: _Table, more: int) -> Operation:
-    """An operation of the update, which takes the tensors of all blocks."""
+def _told_apart(trace: Trace, rows: Sequence[int]) -> list[Hashable]:
+    """Of each storage what it is; of the optimizer's, which has several like each parameter, by the row of the shortest trace that it is like."""
+    return [
+        row if storage.category is Category.OPTIMIZER_STATE else _storage(storage).kind
+        for storage, row in zip(trace.storages, rows, strict=True)
+    ]
+
+
+def _once_a_step(like: Sequence[Operation], kinds: Sequence[list[Hashable]], more: int) -> Operation:
+    """An operation of the update, which takes the tensors of all blocks; `kinds` are those of each trace's storages."""
     last = like[-1]
     if len({(each.name, each.phase, each.random, each.rerunnable, each.shape, each.collective) for each in like}) > 1:
         raise _NotAlikeError
-    kinds = [storages.kinds(copies) for copies in range(3)]
 
     def taken(name: str) -> tuple[int, ...]:
         tables = [[_Row(of[s], (s,)) for s in getattr(each, name)] for each, of in zip(like, kinds, strict=True)]
-        return tuple(_Table(tables, 0).extended(more, getattr(last, name), lambda _, numbers: numbers[0]))
+        return tuple(_Table(tables).extended(more, getattr(last, name), lambda _, numbers: numbers[0]))
 
-    places = _Table([[_Row(out < 0, (out,)) for out in each.outputs] for each in like], 0)
+    places = _Table([[_Row(out < 0, (out,)) for out in each.outputs] for each in like])
     a, b, c = (np.array([each.seconds, each.times, each.workspace_bytes]) for each in like)
     if not np.allclose(b - a, c - b, rtol=1e-6, atol=1e-15):
         raise _NotAlikeError

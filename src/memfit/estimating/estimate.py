@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from memfit.batches import Batch
-from memfit.capture.trace_source import TraceSource
 from memfit.errors import BatchError, CaptureError, InfeasibleError, InputError
 from memfit.estimating.few_blocks import FewBlocksSource
 from memfit.estimating.long_forward import check_operations
@@ -239,6 +238,7 @@ class _Step:
 
     Attributes:
         settings: of techniques; the loss head in chunks is among them where it was found to help.
+        alike: a few of the model's blocks tell of all of them, as far as is known.
     """
 
     named: Named
@@ -248,6 +248,7 @@ class _Step:
     budget: str | int
     progress: Progress | None
     settings: dict[str, Any] | None = None
+    alike: bool = True
 
     @property
     def budget_bytes(self) -> int:
@@ -272,6 +273,7 @@ class _Step:
         source = FewBlocksSource(
             self.model, sample, self.named.loss_fn, default_optimizer, None, self.machine.name, self.progress
         )
+        source.alike = self.alike
         if self.settings is None:
             self.settings = dict(self.method.settings)
             config = getattr(self.model, "config", None)
@@ -288,7 +290,7 @@ class _Step:
                     return found
         return self._planning(source, Choices(**self.settings))
 
-    def _in_chunks(self, source: TraceSource, sample: Batch) -> Planning | None:
+    def _in_chunks(self, source: FewBlocksSource, sample: Batch) -> Planning | None:
         """With the loss head in chunks; None where it cannot be divided, or is divided already."""
         assert self.settings is not None
         choices = Choices(**self.settings, loss_chunks=CHUNKS)
@@ -302,8 +304,9 @@ class _Step:
         self.settings["loss_chunks"] = CHUNKS
         return self._planning(source, choices)
 
-    def _planning(self, source: TraceSource, choices: Choices) -> Planning:
+    def _planning(self, source: FewBlocksSource, choices: Choices) -> Planning:
         trace = source.trace_of(choices)
+        self.alike = source.alike
         bundle = TraceBundle(
             self._request(),
             Topology.single(source.machine),

@@ -20,11 +20,19 @@ _PLAIN: Final = (bool, int, float, complex, bytes, type(None))
 
 
 class FewBlocksSource(TraceSource):
-    """Captures a few blocks where all of them are alike, and the whole model elsewhere: the traces are the same."""
+    """Captures a few blocks where all of them are alike, and the whole model elsewhere: the traces are the same.
+
+    Attributes:
+        alike: nothing has shown yet that a few of this model's blocks do not tell of all of them.
+    """
+
+    alike: bool = True
 
     def captured(self, choices: Choices) -> Trace:
         """The step, captured with these choices."""
-        return self._of_few_blocks(choices) or super().captured(choices)
+        found = self._of_few_blocks(choices) if self.alike else None
+        self.alike = found is not None
+        return super().captured(choices) if found is None else found
 
     def _of_few_blocks(self, choices: Choices) -> Trace | None:
         blocks = alike_blocks(self.model)

@@ -69,6 +69,18 @@ def test_a_name_near_nothing_is_told_all() -> None:
     assert "did you mean" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "written", ["b200", "GB200", "MI300X", "M3 Max", "TPU v5e", "1g.10gb", "H100 MIG 1g.10gb", "a100 3g.40gb"]
+)
+def test_of_a_card_that_is_not_in_the_table_the_next_step_is_told(written: str) -> None:
+    with pytest.raises(
+        InputError, match="name the one most like it .* the memory that there is as the budget"
+    ) as caught:
+        known_machine(written)
+    if "g." in written:
+        assert "did you mean" not in str(caught.value)
+
+
 def test_the_slower_of_computing_and_moving_counts() -> None:
     machine = known_machine("a100")
     compute = 1e12 / machine.fp32_flops

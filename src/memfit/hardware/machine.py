@@ -178,6 +178,7 @@ _PASSED_OVER: Final = {
     *("sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "gddr6x", "gddr7"),
 }
 _OF_TORCH: Final = ("cpu", "cuda", "mps", "xpu", "meta")
+_SLICE: Final = re.compile(r"\bmig\b|\d+g\.\d+gb", re.IGNORECASE)  # of a GPU that is shared out: "1g.10gb"
 _MEMORY: Final = re.compile(r"(\d+)(?:gi?b?)?")
 _MEMORIES: Final = range(
     8, 1025
@@ -213,14 +214,17 @@ def known_machine(name: str) -> Machine:
         raise InputError(
             f"no device called {name!r} is known; there is {have}: name it, and give the memory as the budget"
         )
-    near = get_close_matches(wanted, by_name, 3, 0.4)
+    near = [] if _SLICE.search(name) else get_close_matches(wanted, by_name, 3, 0.5)
     known = ", ".join(m.name for m in KNOWN)
     hint = f"did you mean {' or '.join(by_name[n].name for n in near)}? " if near else ""
     if re.match(r"\s*\d+\s*x\s*\D", name, re.IGNORECASE):
         hint = f"several are devices={name!r}; "
     elif not core and gigabytes is not None:
-        hint = "name one, and give the memory as the budget; "
-    raise InputError(f"no device called {name!r} is known; {hint}known are {known}")
+        hint = "that is a size; "
+    raise InputError(
+        f"no device called {name!r} is known; {hint}known are {known}: name the one most like it (of a MIG slice, its card), and give the memory that there "
+        "is as the budget"
+    )
 
 
 def of_torch(name: object) -> bool:

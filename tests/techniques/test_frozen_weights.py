@@ -268,6 +268,49 @@ def test_what_is_no_plain_frozen_layer_of_its_own_is_left_alone() -> None:
 # -- what cannot be ----------------------------------------------------------------------------------------------------------
 
 
+def _decorated(function: Any) -> Any:
+    def called(*given: Any) -> Any:
+        return function(*given)
+
+    return called
+
+
+class ReadsWeights(nn.Module):
+    """A block that reads weights of its layers in several ways, beside calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = "product", "dtype", "decorated", "within", "called", "device"
+        self.layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in names})
+        self.product, self.dtype, self.decorated, self.within, self.called, self.device = self.layers.values()
+        del self.layers
+        self.requires_grad_(False)
+        assert self.called.weight is not None  # a constructor may read what it makes
+
+    @_decorated
+    def shifted(self, x: Tensor) -> Any:
+        """By a weight that a decorated method reads."""
+        return x @ self.decorated.weight.T
+
+    def forward(self, x: Any) -> Any:
+        """Through all layers."""
+        x = self.dtype(x.to(self.dtype.weight.dtype)) @ self.product.weight
+        x = self.device(x.to(self.device.weight.device))
+        return self.called(self.shifted(x)) * max(self.within.weight.mean() for _ in range(2))
+
+
+class ReadsMore(ReadsWeights):
+    """A subclass reads what its base does."""
+
+
+@pytest.mark.parametrize("kind", [ReadsWeights, ReadsMore])
+def test_layers_whose_weights_the_model_reads_itself_stay_as_they_are(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, 1))
+    assert four_bit.convertible(model) == ["1.called", "1.device"]
+    four_bit.convert(model)
+    assert model(torch.randn(4, WIDTH)).isfinite().all()
+
+
 def test_where_nothing_is_frozen_it_is_refused() -> None:
     ask = (small.chain(2), small.rows(), small.squared_error, 1 << 50, small.adamw)
     with pytest.raises(memfit.InputError, match="no linear layer of the model has a frozen weight"):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import InputError
 from memfit.techniques.frozen_weights import NO_KERNELS
+from memfit.techniques.frozen_weights.read_elsewhere import weight_read_elsewhere
 
 BLOCK: Final = 64  # weights that share a scale
 SCALES_BLOCK: Final = 256  # scales that share one of theirs
@@ -135,9 +136,9 @@ class FourBitLinear(nn.Module):
 
 
 def convertible(model: nn.Module) -> list[str]:
-    """Paths of the linear layers that could be in 4 bits: frozen, with a weight of their own, and of no subclass, whose forward may be another.
+    """Paths of the linear layers that could be in 4 bits: frozen, with a weight that they alone have and read, and of no subclass.
 
-    One with hooks is left alone too: they are not the layer's own to hand on.
+    The forward of a subclass may be another. One with hooks is left alone too: they are not the layer's own to hand on.
     """
     used = Counter(id(p) for _, p in nn.Module.named_parameters(model, remove_duplicate=False))
     return [
@@ -151,6 +152,7 @@ def convertible(model: nn.Module) -> list[str]:
         and used[id(module.weight)] == 1
         and not (module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 - torch has no public way to ask
         and not (module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001 - as above
+        and not weight_read_elsewhere(model, path)
     ]
 
 

@@ -23,6 +23,7 @@ class Captured:
         receiving: names of the parameters that got gradients.
         forced: where gradients are asked for though nothing below is trained; looked for in the first capture of a candidate that freezes.
         repeats: the forward before it ran the same operations.
+        counts: forward changes a whole number that a module of the model or of the loss holds: how often it was called, perhaps.
         before: what modules hold before it and not after it (`memfit.step.fingerprint.fingerprint`).
         met_bytes: of storages on the device that are neither the model's nor the batch's, and that the step reads: cuDNN keeps the state of dropout in one. Of
             a real capture; fake tensors do not tell whether the device has them already.
@@ -39,6 +40,7 @@ class Captured:
     forced: Forced | None = None
     steady: bool = False
     repeats: bool = True
+    counts: bool = False
     before: Mapping[str, str] = field(default_factory=dict)
     met_bytes: tuple[int, ...] = ()
     fakes_sparse: bool = False

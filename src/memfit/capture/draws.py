@@ -29,7 +29,8 @@ from memfit.values.trace import Trace
 
 # After so many forwards is the step captured as well, where the first one and the second differ.
 LATER_FORWARDS: Final = (2, 3)
-# So many forwards are looked at where they count something (their calls, say) in a buffer and ask for the count: one in so many may run other operations.
+# So many forwards are looked at where they count something (their calls, say), in an attribute or in a buffer that they ask: one in so many may run other
+# operations.
 COUNTED_FORWARDS: Final = 32
 # After so many steps is it captured as well, where values that are not drawn decide sizes: those of the parameters, which steps change.
 LATER_STEPS: Final = (1, 2, 4)
@@ -60,8 +61,8 @@ def with_other_draws(
     """
     others = tuple(others)
     draws = decides or _draws_before_it_looks(captured.trace)
-    if draws and any(c.steady and same_forward(c.trace, captured.trace) for c in others):
-        draws = False
+    if (draws or captured.counts) and any(c.steady and same_forward(c.trace, captured.trace) for c in others):
+        draws, captured = False, replace(captured, counts=False)
     # In another number of micro-batches the same paths train the same: what was found out for one need not be found out again.
     known = frozenset[str]().union(*(other.receiving for other in others if other.trace.paths))
     if known > source.trained_elsewhere:
@@ -164,8 +165,9 @@ def _seen(
 
 
 def _counted(captured: Captured, source: StepSource) -> tuple[int, ...]:
-    """After how many forwards one runs other operations because of what it counts in a buffer; none where it counts nothing."""
-    if captured.trace.source != "real" or source.forwards_before == 0 or not asks_for_counts(captured.trace):
+    """After how many forwards one runs other operations because of what it counts, in a buffer or an attribute; none where it counts nothing."""
+    in_buffer = captured.trace.source == "real" and asks_for_counts(captured.trace)
+    if source.forwards_before == 0 or source.on_meta or not (captured.counts or in_buffer):
         return ()
     try:
         found = first_other_forward(source, COUNTED_FORWARDS)

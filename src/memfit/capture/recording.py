@@ -126,6 +126,7 @@ def record(
         step.receiving,
         step.forced,
         repeats=once and not refrozen,
+        counts=step.counts,
         before={
             place: before.get(place, "") for place in before | after if before.get(place, "") != after.get(place, "")
         },
@@ -170,7 +171,7 @@ class _StepRecording:
     """The passes of one recording, in the order of its methods.
 
     Attributes:
-        graded, receiving, forced: as in `Captured`.
+        graded, receiving, forced, counts: as in `Captured`.
         changed: bytes of the buffers that forward writes, by name.
         changes_attributes: forward changes what modules hold (a counter, a list), or draws from Python's or numpy's random numbers.
         leaves_tensors: forward leaves some as attributes of modules, there when the next step begins: so one has to run before the recorded one.
@@ -191,7 +192,7 @@ class _StepRecording:
         self.receiving: frozenset[str] = frozenset()
         self.forced: Forced | None = None
         self.changed: dict[str, int] = {}
-        self.changes_attributes = self.leaves_tensors = False
+        self.changes_attributes = self.leaves_tensors = self.counts = False
         self.forward_events = self.pass_events = 0
         self._source = source
         self._micro_batches = micro_batches
@@ -331,11 +332,12 @@ class _StepRecording:
         inside = program.updates_in_backward
         # The engine, too, holds the buffers that were there before the step, in case it fails.
         buffers = dict(model.named_buffers())
-        held, drawn = HeldByModules(model), outside_torch()
+        held, drawn = HeldByModules(model, self._source.loss_fn), outside_torch()
         recorder.paths.found = FoundByCall
 
         def after_forward() -> None:
             self.changes_attributes = held.changed() or drawn != outside_torch()
+            self.counts = held.counts()
             for call in recorder.paths.calls:
                 call[-1] = call[-1] is not None and not call[-1].changed()
             self._after_forward()

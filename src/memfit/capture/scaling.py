@@ -99,6 +99,7 @@ def scaled(source: StepSource, choices: Choices, *, why: str, known: Captured | 
         receiving=first.receiving,
         forced=first.forced,
         repeats=first.repeats,
+        counts=first.counts,
         before=first.before,
         met_bytes=first.met_bytes,
     )

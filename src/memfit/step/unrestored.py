@@ -10,7 +10,8 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -89,26 +90,42 @@ class Unrestored:
 
 
 class HeldByModules:
-    """What the modules of a model hold besides parameters, buffers and modules, as it is when this is made."""
+    """What the modules of a model hold besides parameters, buffers and modules, as it is when this is made.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: whose modules.
+        loss_fn: of the modules that it uses, whole numbers are looked at, too.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._model = model
+        self._of_loss = [module for module in held_by(loss_fn) if module is not model]
         self._before = self._noted()
+        self._numbers = self._whole_numbers()
 
     def changed(self) -> bool:
         """Whether any of it is not as it was: a number, a tensor replaced or written, a list that grew."""
         return self._before.unlike(self._noted())
 
+    def counts(self) -> bool:
+        """Whether a whole number is not as it was: how often something was called, perhaps."""
+        return self._numbers != self._whole_numbers()
+
     def _noted(self) -> _Words:
         words = _Words(addresses=False)
-        for module in every_module(self._model):
-            if type(module).__module__.startswith("torch."):  # torch's own keep no such state
-                continue
-            for name, value in vars(module).items():
-                if name not in OF_EVERY_MODULE:
-                    words.words.append(name)
-                    words.value(value)
+        for name, value in self._attributes(self._model):
+            words.words.append(name)
+            words.value(value)
         return words
+
+    def _whole_numbers(self) -> list[tuple[str, int]]:
+        each = (self._attributes(module) for module in (self._model, *self._of_loss))
+        return [(name, value) for name, value in chain.from_iterable(each) if type(value) is int]
+
+    def _attributes(self, whole: nn.Module) -> Iterator[tuple[str, Any]]:
+        for module in every_module(whole):
+            if not type(module).__module__.startswith("torch."):  # torch's own keep no such state
+                yield from ((name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
 
 
 class FoundByCall:

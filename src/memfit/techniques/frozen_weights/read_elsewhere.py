@@ -72,6 +72,3 @@ def _read_by(code: CodeType) -> set[str]:
         for child, weight, of_it in zip(attributes, attributes[1:], attributes[2:], strict=False)
         if child and weight == "weight" and of_it not in _HARMLESS
     }
-
-
-__all__ = ["weight_read_elsewhere"]

@@ -101,6 +101,12 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
+def short_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning looks at fewer forwards than it would, so that a path which comes after some steps is new to it."""
+    monkeypatch.setattr("memfit.capture.draws.COUNTED_FORWARDS", 2)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """One thread for kernels: tiny models are faster so, and sums come in one order."""
     before = torch.get_num_threads()

@@ -27,7 +27,7 @@ from memfit.values.script import CallScript, Script, Step
 from models.paths import HIDDEN, Block, loss_of, sample, seeded
 from sweeps import by_turns, each_seed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_look")
 
 FIRST = 7  # step of the longer path
 

@@ -16,7 +16,7 @@ from memfit import applying
 from memfit.engine import plan_table, steps
 from models.paths import HIDDEN, Block, loss_of, sample, seeded
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_look")
 
 
 class Choosing(nn.Module):

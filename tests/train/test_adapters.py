@@ -14,7 +14,7 @@ from memfit.errors import ConfigError
 from memfit.techniques.frozen_weights.four_bit import FourBitLinear
 from memfit.train import log
 from memfit.train import run as runs
-from memfit.train.adapters import merged
+from memfit.train.adapters import injected, merged
 from memfit.train.assemble import assemble
 from memfit.train.config import Config, from_json
 from memfit.train.plans import plan_arguments
@@ -126,3 +126,43 @@ def test_what_cannot_be_meant_is_refused(
 def test_targets_that_the_model_lacks_are_refused(folder: Path) -> None:
     with warnings.catch_warnings(), pytest.raises(ConfigError, match=r"lora\.targets: PEFT finds no layers"):
         assemble(config(folder, {}, lora={"targets": ["nothing"]}))
+
+
+SMALL = {**LLAMA, "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1}
+ROUTED = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 1}
+GROUPED = {
+    **SMALL,
+    "head_dim": 8,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "q_lora_rank": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "qk_rope_head_dim": 4,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "without"),
+    [
+        ({**ROUTED, "model_type": "llama4_text", "head_dim": 8, "interleave_moe_layer_step": 1}, ("router",)),
+        ({**ROUTED, "model_type": "phimoe"}, ("router",)),
+        ({**GROUPED, "model_type": "deepseek_v4"}, ("o_a_proj",)),
+        ({**SMALL, "model_type": "falcon"}, ()),  # another forward, the same form
+    ],
+)
+def test_layers_whose_result_is_of_another_form_get_no_adapters(
+    shape: dict[str, Any], without: tuple[str, ...]
+) -> None:
+    """The router of a Llama 4 is a linear layer that returns a pair: an adapter asked it for its dtype."""
+    config = transformers.AutoConfig.for_model(**shape)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+
+    adapted, left_out = injected(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+    assert left_out == without
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    assert any(p.grad is not None for p in adapted.parameters())

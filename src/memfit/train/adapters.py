@@ -55,7 +55,7 @@ def injected(model: nn.Module, settings: Any) -> tuple[nn.Module, tuple[str, ...
     """The model with PEFT's adapters, and the names of layers that are left out; on the meta device where its parameters are.
 
     Where adapters for all linear layers are asked for, PEFT refuses a model that has one which takes none (a Mamba's `out_proj`, whose weight kernels read
-    without calling the layer). Such layers are left out.
+    without calling the layer). Such layers are left out, and so are those whose results no adapter could be added to.
 
     Args:
         settings: a `peft.LoraConfig`.
@@ -66,7 +66,7 @@ def injected(model: nn.Module, settings: Any) -> tuple[nn.Module, tuple[str, ...
     import peft
 
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    left_out: list[str] = []
+    left_out = _of_another_form(model) if settings.target_modules == ALL_LINEAR else []
     while True:
         attempt = copy.deepcopy(settings)  # PEFT writes the paths of the layers into it
         attempt.exclude_modules = left_out or None
@@ -79,6 +79,30 @@ def injected(model: nn.Module, settings: Any) -> tuple[nn.Module, tuple[str, ...
             if refused is None:
                 raise
             left_out.append(refused)
+
+
+def _of_another_form(model: nn.Module) -> list[str]:
+    """Names of the layers that PEFT takes for linear ones, and that do not return one tensor of `out_features` (Llama 4's router: a pair)."""
+    found = {
+        path.rpartition(".")[2]: None
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).forward is not nn.Linear.forward
+        and type(module.weight) is nn.Parameter  # a packed one is called by its own rules, and PEFT knows them
+        and not _returns_its_features(module)
+    }
+    return list(found)
+
+
+def _returns_its_features(module: nn.Linear) -> bool:
+    meta = {name: t.to("meta") for name, t in (*module.named_parameters(), *module.named_buffers())}
+    try:
+        found = torch.func.functional_call(
+            module, meta, (module.weight.new_empty(2, module.in_features, device="meta"),)
+        )
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it takes inputs of another form
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == (2, module.out_features)
 
 
 def _first_without(model: nn.Module, paths: Any) -> str | None:

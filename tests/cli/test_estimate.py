@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cli.commands import Ran
+from memfit.units import format_bytes
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -311,3 +312,27 @@ def test_a_forward_of_too_many_operations_is_told_at_once(
     assert shorter is not None
     assert 8 < int(shorter[1]) < 64
     assert "weights, gradients and optimizer state alone take" in ran.err
+
+
+@pytest.mark.parametrize("experts", [4, 64])
+def test_experts_that_stay_in_16_bits_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, experts: int
+) -> None:
+    """They are one tensor of three dimensions; nothing said why a model "in 4 bits" takes four times as much."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_experts=experts, num_experts_per_tok=1, moe_intermediate_size=8,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=16, architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "routed")
+    asked = ("estimate", tmp_path / "routed", "--gpu", "4090", "--method", "qlora", "--length", 8, "--batch", 2)
+
+    data = Ran(capsys, *asked, "--json").data
+
+    frozen = sum(p.numel() for p in transformers.Qwen3MoeForCausalLM(config).parameters()) * 2
+    projections = 4 * 64 * 128 * 2 + 64 * 64 * 2  # of attention, and the head
+    said = f"{format_bytes(frozen - projections)} of the {format_bytes(frozen)} of frozen weights stay in 16 bits"
+    assert any(note.startswith(said) for note in data["notes"]) == (experts == 64)
+    assert any("experts" in note and "gate_up_proj" in note for note in data["notes"]) == (experts == 64)

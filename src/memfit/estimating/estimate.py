@@ -168,7 +168,8 @@ def estimate(
     check_operations(named, model, batch, length, least_of_all, step.budget_bytes)
     planning = step.at(batch, length)
     tell(progress, "planning", 0.4)
-    notes: list[str] = []
+    in_16_bits = chosen.in_16_bits(model)
+    notes = [] if in_16_bits is None else [in_16_bits]
     plan: Plan | None = None
     try:
         plan = planning.plan(savings=False)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.techniques.frozen_weights.four_bit import bitsandbytes_quiet
+from memfit.techniques.frozen_weights.four_bit import bitsandbytes_quiet, left_whole
 from memfit.train.adapters import ALL_LINEAR, injected
+from memfit.units import format_bytes
 
 RANK: Final = 16  # of adapters, as most recipes have it
 
@@ -71,6 +72,25 @@ class Method:
                 f"--method {self.name}: PEFT finds no layer for adapters: {str(error).splitlines()[0]}"
             ) from error
         return replace(self, left_out=left_out), adapted.train()
+
+    def in_16_bits(self, model: nn.Module) -> str | None:
+        """What to say where most frozen weights are not in 4 bits though they were asked for; None elsewhere.
+
+        Args:
+            model: as it is trained this way, not packed yet.
+        """
+        if "frozen_weights" not in self.settings:
+            return None
+        whole = left_whole(model)
+        left = sum(whole.values())
+        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        if 2 * left <= frozen:
+            return None
+        largest = max(whole, key=whole.__getitem__)
+        return (
+            f"{format_bytes(left)} of the {format_bytes(frozen)} of frozen weights stay in 16 bits, as only torch.nn.Linear layers are packed (the largest "
+            f"that stays is {largest} with {format_bytes(whole[largest])})"
+        )
 
 
 FULL: Final = Method(

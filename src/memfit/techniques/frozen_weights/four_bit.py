@@ -156,6 +156,12 @@ def convertible(model: nn.Module) -> list[str]:
     ]
 
 
+def left_whole(model: nn.Module) -> dict[str, int]:
+    """Bytes of the frozen parameters that `convert` leaves as they are, by name: embeddings, and experts that are one tensor of three dimensions."""
+    packed = {f"{path}.weight" for path in convertible(model)}
+    return {name: p.nbytes for name, p in model.named_parameters() if not p.requires_grad and name not in packed}
+
+
 def converted(model: nn.Module) -> bool:
     """Whether a layer of the model is in 4 bits."""
     return any(isinstance(module, FourBitLinear) for module in model.modules())

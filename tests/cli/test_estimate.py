@@ -336,3 +336,56 @@ def test_experts_that_stay_in_16_bits_are_told(
     said = f"{format_bytes(frozen - projections)} of the {format_bytes(frozen)} of frozen weights stay in 16 bits"
     assert any(note.startswith(said) for note in data["notes"]) == (experts == 64)
     assert any("experts" in note and "gate_up_proj" in note for note in data["notes"]) == (experts == 64)
+
+
+TEXT = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}  # fmt: skip
+OTHER_VISION = {"embed_dim": 32, "hidden_size": 64, "depth": 1, "num_heads": 4}
+SECTIONS = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+
+
+def composed(folder: Path, kind: str, parts: dict[str, Any]) -> Path:
+    """A configuration of several models in one."""
+    pytest.importorskip("transformers").AutoConfig.for_model(kind, **parts).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("gemma3", {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4}),
+        pytest.param("llava", {"text_config": TEXT, "vision_config": {**VISION, "model_type": "clip_vision_model"}}, marks=pytest.mark.slow),
+        pytest.param("qwen2_vl", {"text_config": {**TEXT, "rope_parameters": SECTIONS}, "vision_config": OTHER_VISION}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_model_with_a_vision_part_is_estimated_on_text_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, parts: dict[str, Any]
+) -> None:
+    """Its vocabulary stands in the configuration of its language model; it was refused as one that takes more than tokens."""
+    asked = ("estimate", composed(tmp_path, kind, parts), "--gpu", "4090", "--method", "full", "--batch", 2)
+
+    data = Ran(capsys, *asked, "--json").data
+
+    assert data["length"] == 96
+    assert any(note.startswith("the step is on text alone") for note in data["notes"])
+    exec(compile(data["python"], "estimate", "exec"), {})  # noqa: S102 - as whoever copies it
+    assert len(capsys.readouterr().out.split()) == 3
+
+
+def test_a_model_that_does_not_run_on_text_alone_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = {"vocab_size": 512, "embed_dim": 64, "layers": 1, "ffn_dim": 96, "attention_heads": 4}
+    folder = composed(tmp_path, "kosmos-2", {"text_config": text, "vision_config": VISION})
+
+    ran = Ran(capsys, "estimate", folder, "--gpu", "4090", "--method", "full", "--length", 16)
+
+    assert ran.status == 3
+    assert "does not run on text alone: write a function that builds it and one that returns data" in ran.err
+    assert "You have to specify either `pixel_values`" in ran.err

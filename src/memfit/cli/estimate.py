@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SEVERAL = re.compile(r"\s*\d+\s*[x*]\s*\S")  # "4x4090"
 _MACHINE_FILES = (".yaml", ".yml", ".json")
 METHODS = ("full", "lora", "qlora")
-TASKS = ("causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification")
+TASKS = ("causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "multimodal-lm")
 
 
 def add(verbs: Any, shared: argparse.ArgumentParser) -> None:

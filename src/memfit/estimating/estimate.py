@@ -14,7 +14,7 @@ from memfit.errors import BatchError, CaptureError, InfeasibleError, InputError
 from memfit.estimating.few_blocks import FewBlocksSource
 from memfit.estimating.long_forward import check_operations
 from memfit.estimating.methods import METHODS, Method, least_bytes, method_of
-from memfit.estimating.models import Named
+from memfit.estimating.models import Named, of_text
 from memfit.hardware.machine import Machine, known_machine
 from memfit.hardware.topology import Topology
 from memfit.largest import BytesBySize, Largest, between, of_the_same_operations, search_largest
@@ -166,10 +166,11 @@ def estimate(
     step = _Step(named, model, chosen, machine, budget, progress)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     check_operations(named, model, batch, length, least_of_all, step.budget_bytes)
-    planning = step.at(batch, length)
+    with named.captured():
+        planning = step.at(batch, length)
     tell(progress, "planning", 0.4)
     in_16_bits = chosen.in_16_bits(model)
-    notes = [] if in_16_bits is None else [in_16_bits]
+    notes = [*named.notes, *(() if in_16_bits is None else (in_16_bits,))]
     plan: Plan | None = None
     try:
         plan = planning.plan(savings=False)
@@ -277,7 +278,7 @@ class _Step:
         source.alike = self.alike
         if self.settings is None:
             self.settings = dict(self.method.settings)
-            config = getattr(self.model, "config", None)
+            config = of_text(getattr(self.model, "config", None))
             words = getattr(config, "vocab_size", 0)
             # In 4 bits the head is another operation, which is not divided; a tied one stays as it is.
             packed = "frozen_weights" in self.settings and not getattr(config, "tie_word_embeddings", False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
-from memfit.errors import InputError
+from memfit.errors import CaptureError, InputError
 from memfit.step.other_kernels import refuse_attention
 from memfit.train.assemble import built_on_meta, resolve
 from memfit.train.config import Config, DataConfig, ModelConfig
@@ -24,7 +25,9 @@ TASKS: Final = {
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "sequence-classification": "AutoModelForSequenceClassification",
+    "multimodal-lm": "AutoModelForMultimodalLM",
 }
+TEXT_ALONE: Final = "the step is on text alone: what this model does with images or sound is not in it (a python: model with --data asks for both)"
 _WEIGHTS: Final = (".safetensors", ".bin")
 
 
@@ -42,6 +45,7 @@ class Named:
         model_lines, sample_lines: Python that makes `model` and, with `batch` and `length`, `sample` on `device`. "{dtype}" stands for the type of the weights.
         loss: name of the loss function in that Python; "None" for none.
         disk_bytes: of the weights' files; 0 where there are none.
+        text_alone: its samples are text alone, though the model takes more.
     """
 
     title: str
@@ -54,6 +58,37 @@ class Named:
     sample_lines: tuple[str, ...]
     loss: str = "None"
     disk_bytes: int = 0
+    text_alone: bool = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader should know."""
+        return (TEXT_ALONE,) if self.text_alone else ()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """A step of it is captured inside the block.
+
+        Raises:
+            InputError: it does not run on the samples that are made for it.
+        """
+        try:
+            yield
+        except CaptureError as error:
+            if not self.text_alone:
+                raise
+            raise InputError(
+                f"{self.title} does not run on text alone: write a function that builds it and one that returns data, and name them with "
+                f"python:package.module:function and --data package.module:function ({error})"
+            ) from error
+
+
+def of_text(config: Any) -> Any:
+    """The part of a configuration that describes the language model; the configuration itself where it has no such part, or several."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config
 
 
 def named(model: str, task: str | None = None, data: str | None = None) -> Named:
@@ -100,13 +135,14 @@ def _of_configuration(path: Path, task: str | None, title: str) -> Named:
             f"{folder / 'config.json'} is no configuration that transformers {transformers.__version__} reads: {reason}"
         ) from error
     refuse_attention(config._attn_implementation)  # noqa: SLF001 - transformers has no other name for it
-    words = getattr(config, "vocab_size", None)
-    if not isinstance(words, int):
+    language = of_text(config)
+    words = getattr(language, "vocab_size", None)
+    if not isinstance(words, int) or (language is not config and not _writes(config)):
         raise InputError(
             f"{folder / 'config.json'} describes a {config.model_type} model, which takes more than tokens: write a function that builds it and one that "
             "returns data, and name them with python:package.module:function and --data package.module:function"
         )
-    config.use_cache = False
+    language.use_cache = False
     task = task or _task_of(config)
     auto = TASKS[task]
     files = [file for file in sorted(folder.iterdir()) if file.suffix in _WEIGHTS]
@@ -128,7 +164,9 @@ def _of_configuration(path: Path, task: str | None, title: str) -> Named:
         else f"model = {auto}.from_config(config, dtype={{dtype}})  # random weights: the folder has none"
     )
     labels = "tokens" if task != "sequence-classification" else "torch.zeros(batch, dtype=torch.long, device=device)"
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = getattr(language, "max_position_embeddings", None)
+    whole = language is config
+    described = "config" if whole else "config.get_text_config()"
     return Named(
         title or str(folder.resolve().name),
         built,
@@ -140,15 +178,27 @@ def _of_configuration(path: Path, task: str | None, title: str) -> Named:
             f"from transformers import AutoConfig, {auto}",
             "",
             f"folder = {str(folder)!r}",
-            "config = AutoConfig.from_pretrained(folder, use_cache=False)",
+            *(
+                ("config = AutoConfig.from_pretrained(folder, use_cache=False)",)
+                if whole
+                else ("config = AutoConfig.from_pretrained(folder)", f"{described}.use_cache = False")
+            ),
             make,
         ),
         (
-            "tokens = torch.randint(config.vocab_size, (batch, length), device=device)  # your own batches in their place",
+            f"tokens = torch.randint({described}.vocab_size, (batch, length), device=device)  # your own batches in their place",
             f'sample = {{"input_ids": tokens, "labels": {labels}}}',
         ),
         disk_bytes=sum(file.stat().st_size for file in files),
+        text_alone=not whole,
     )
+
+
+def _writes(config: Any) -> bool:
+    """Whether a model of this composed configuration predicts tokens."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
 def _task_of(config: Any) -> str:
@@ -158,6 +208,8 @@ def _task_of(config: Any) -> str:
         return "masked-lm"
     if "ForSequenceClassification" in said:
         return "sequence-classification"
+    if of_text(config) is not config:
+        return "multimodal-lm"
     return "seq2seq-lm" if getattr(config, "is_encoder_decoder", False) else "causal-lm"
 
 

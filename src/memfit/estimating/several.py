@@ -177,8 +177,10 @@ def estimate_on_several(
             progress=partial(told, WAYS.index(way)),
         )  # fmt: skip
 
-    predictions, refused = predict_ways(WAYS, predict)
+    with named.captured():
+        predictions, refused = predict_ways(WAYS, predict)
     notes = [
+        *named.notes,
         "here the loss head is not divided into chunks, and the batch not split; a plan (memfit plan --devices) may do both",
         *refused,
     ]

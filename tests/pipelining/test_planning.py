@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import memfit
+import small
 from defined_costs import defined_costs
 from memfit import batches
-from memfit.capture import confirmation, real_forward
+from memfit.capture import confirmation, real_forward, trace_source
 from memfit.capture.present_machine import present_machine
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.topology import Topology
@@ -432,3 +433,21 @@ def test_its_report_is_a_page(plan: memfit.Plan, tmp_path: Path) -> None:
     write_report(report, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "stage 0" in page
+
+
+@pytest.mark.parametrize("too_large", [False, True])
+def test_a_model_without_values_is_told_to_be_weighted_by_samples_only_where_nothing_shows_how(
+    monkeypatch: pytest.MonkeyPatch, *, too_large: bool
+) -> None:
+    """A note began with the colon that was to stand behind a reason."""
+    if too_large:
+        monkeypatch.setattr(trace_source, "LARGEST_FILLED_BYTES", 0)
+    with torch.device("meta"):
+        model = small.chain(2)
+
+    plan = memfit.plan(
+        model, small.rows(4), small.squared_error, 1 << 40, small.adamw, devices="2xh100", fixed={"sharding": "gpipe/2"}
+    )
+
+    assert not any(note.startswith(":") for note in plan.notes)
+    assert any(note.endswith(": micro-batches are weighted by samples") for note in plan.notes) is too_large

@@ -365,7 +365,7 @@ class PipelinePlanning:
         planner = self._planner(techniques, number)
         several = SEVERAL_PATHS if planner.kinds else planner.one_answer
         why = _why_little_again(planner)
-        on_meta = (f"{self._unsure}: micro-batches are weighted by samples",) if _on_meta(source) else ()
+        on_meta = (f"{self._unsure}: micro-batches are weighted by samples",) if self._unsure else ()
         named = " and ".join(f"stage {stage}, {pipeline.named(stage)}" for stage in pipeline.stages_of(fullest))
         return Plan(
             budget_bytes,

@@ -6,8 +6,9 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,6 +181,32 @@ def left_alone(rank: int) -> str:
     with pytest.raises(memfit.EngineError) as error:
         engine.state_dict()
     return str(error.value)
+
+
+def apart(rank: int, way: str) -> list[str]:
+    """What is said where ranks call different things of an engine; then all take a step and gather, as if nothing had been."""
+    model, sample, loss_fn = steps.chain()
+    own, told = steps.part_of(sample, rank, 2), []
+    engine = memfit.fit(model, own, loss_fn, "1MiB", small.adamw, devices=2, fixed={"sharding": way})
+
+    def evaluate() -> None:
+        with engine.evaluating() as whole, torch.no_grad():
+            loss_fn(whole, own)
+
+    larger = torch.cat([own[0], own[0]]), torch.cat([own[1], own[1]])
+    step, gather = partial(engine.step, own), engine.state_dict
+    calls: list[tuple[Callable[[], object], Callable[[], object]]] = [(gather, step), (step, gather)]
+    calls.append((partial(engine.step, larger), gather))
+    if way != "1f1b":
+        calls += [(evaluate, step), (gather, evaluate)]
+    for pair in calls:
+        with pytest.raises(memfit.MemfitError) as error:
+            pair[rank]()
+        told.append(f"{type(error.value).__name__}: {error.value}")
+    told.append(repr(engine.step(own).loss))
+    told.append(" ".join(engine.state_dict()))
+    torch.distributed.destroy_process_group()
+    return told
 
 
 def commanded(rank: int, folder: str, *arguments: str) -> tuple[int, str]:

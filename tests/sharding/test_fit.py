@@ -167,6 +167,30 @@ def test_weights_that_one_rank_gathers_alone_are_to_be_gathered_by_all() -> None
     assert said.endswith("and call engine.state_dict() on all of them")
 
 
+@pytest.mark.parametrize("way", ["zero3", "1f1b", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_ranks_that_call_different_things_are_told_at_once(way: str) -> None:
+    """`if rank == 0: torch.save(engine.state_dict(), ...)`, while the others go on training, waited for half an hour."""
+    *said, loss, names = (first := on_ranks(2, fits.apart, way, joined=False, limit=60.0))[0]
+    *also, also_loss, none = first[1]
+    one, other, refused, *evaluations = said
+    model, sample, loss_fn = steps.chain()
+    alone = memfit.apply(memfit.plan(model, sample, loss_fn, "1GiB", small.adamw), model)
+    assert one == also[0]
+    assert one.startswith("EngineError: rank 0 calls engine.state_dict() and rank 1 takes a step, and each has only")
+    assert other == also[1]
+    assert other.startswith("EngineError: rank 1 calls engine.state_dict() and rank 0 takes a step, and each has only")
+    assert refused.startswith("BatchError: the batch is [")
+    assert also[2].startswith("BatchError: rank 0 refuses its batch, and no rank takes the step: the batch is [")
+    assert evaluations == also[3:]
+    assert [each.partition(", and each has")[0] for each in evaluations] == [
+        "EngineError: rank 0 calls engine.evaluating() and rank 1 takes a step",
+        "EngineError: rank 0 calls engine.state_dict() and rank 1 calls engine.evaluating()",
+    ][: len(evaluations)]
+    assert loss == also_loss
+    assert float(loss) == pytest.approx(alone.step(sample).loss, rel=1e-5)
+    assert (names.split(), none) == (list(model.state_dict()), "")
+
+
 def test_an_error_of_the_users_own_code_on_the_rank_that_plans_is_told_to_the_others() -> None:
     first, second = on_ranks(2, fits.failing, 2, joined=False, limit=60.0)
     assert first[:-1] == ["KeyError: 'nobody'"] * 2

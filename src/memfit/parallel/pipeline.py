@@ -220,10 +220,11 @@ class Pipeline(PipelinedModel):
     def prepare(self, batch: Batch) -> None:
         """Buffers and schedule for these shapes, where they are not those of the step before."""
         signature = batches.signature(batch)
-        if self.agreement.first(concerned=signature != self._signature or self._running is None) is None:
+        other = signature != self._signature or self._running is None
+        if not any(changed for _, changed in self.agreement.counts(1, int(other))):
             return
         self._running, self._signature = None, ""
-        told = self._told(signature)
+        told = self.agreement.of_all((signature, self._pipeline_number()))
         for number in sorted({pipeline for _, pipeline in told}):
             parts = [each for each, pipeline in told if pipeline == number]
             if batches.joined_signature(parts) is None:
@@ -244,19 +245,6 @@ class Pipeline(PipelinedModel):
         ends = self.division.ends.in_micro_batches(len(micro_batches))
         self._running = Running(stages, ends, self._pipeline, self._region)
         self._signature = signature
-
-    def refuse(self, error: BatchError) -> None:
-        """In place of what `prepare` says."""
-        self.agreement.first(concerned=True)
-        self._running = None
-        self.agreement.of_all(("", self._pipeline_number(), str(error)))
-
-    def _told(self, signature: str) -> list[tuple[str, int]]:
-        """The shapes of all ranks' parts, and their pipelines."""
-        told = self.agreement.of_all((signature, self._pipeline_number(), ""))
-        if any(reason for *_, reason in told):
-            self.agreement.raise_refusal([reason for *_, reason in told])
-        return [(shapes, pipeline) for shapes, pipeline, _ in told]
 
     def _pipeline_number(self) -> int:
         return self._global(0)
@@ -441,6 +429,7 @@ class Pipeline(PipelinedModel):
 
     def whole(self) -> dict[str, Tensor]:
         """Put together on rank 0 from all stages of its pipeline."""
+        self.agreement.call("engine.state_dict()")
         here = self.model.state_dict()
         told = self.agreement.of_all(
             {name: self._described(value) for name, value in here.items() if self._is_ours(name)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, Literal, NoReturn, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,11 @@ from memfit.errors import BatchError, EngineError
 from memfit.sharding.process_exit import wait_for_senders_at_exit
 
 Told = TypeVar("Told")
-# Messages of a few numbers in each step: of data parallelism and ZeRO what the batch of each rank counts for, and its loss; of a pipeline whether shapes are as
-# before, and the loss.
+Call = Literal[
+    "engine.state_dict()", "engine.evaluating()"
+]  # what all ranks have to call, where each has a part of the model
+# Messages of a few numbers in each step: of data parallelism and ZeRO what the batch of each rank counts for, and its loss; of a pipeline whether shapes are
+# others than before, and the loss.
 IN_A_STEP: Final = 2
 OF_SHARDS: Final = 1  # more under ZeRO 2 and 3: whether a rank has used no parameter that others may have used
 
@@ -65,15 +68,33 @@ class Agreement:
         return float(self._value.item()) / self._group.size()
 
     def counts(self, micro_batches: int, counted: int) -> list[list[int]]:
-        """How many micro-batches every rank has, and what they count for, by rank; on all ranks.
+        """How many micro-batches every rank has, and what they count for, by rank; on all ranks, as the first message of a step.
 
         Raises:
             BatchError: a rank has refused its batch (`refuse`).
+            EngineError: a rank calls something else (`call`).
         """
         found = self._of_ranks(self._counts, (micro_batches, counted))
-        if not all(number for number, _ in found):
-            self.raise_refusal(self.of_all(""))
+        if [0, 0] in found:
+            self._raise_refusal(self.of_all(""))
+        one = next((rank for rank, (number, _) in enumerate(found) if not number), None)
+        if one is not None and any(each != found[one] for each in found):
+            does = ["takes a step" if number else f"calls {get_args(Call)[call - 1]}" for number, call in found]
+            other = next(rank for rank, each in enumerate(found) if each != found[one])
+            raise EngineError(
+                f"rank {one} {does[one]} and rank {other} {does[other]}, and each has only a part of the model, so neither can go on alone: have all ranks "
+                'make this call (take it out of "if rank == 0:"), and do on rank 0 alone what is done with its result'
+            )
         return found
+
+    def call(self, call: Call) -> None:
+        """Begin what all ranks have to call as a step begins (with no micro-batches), so that a rank that does something else is told, as this one is.
+
+        Raises:
+            BatchError, EngineError: as for `counts`.
+        """
+        if self.real:
+            self.counts(0, 1 + get_args(Call).index(call))
 
     def refuse(self, error: BatchError) -> None:
         """This rank takes no step, for this reason, and so no rank does: in place of `counts`, which raises on the others."""
@@ -81,7 +102,7 @@ class Agreement:
         self.of_all(str(error))
 
     @staticmethod
-    def raise_refusal(reasons: Sequence[str]) -> NoReturn:
+    def _raise_refusal(reasons: Sequence[str]) -> NoReturn:
         """On the ranks that would have taken the step.
 
         Args:

@@ -219,6 +219,7 @@ class FullySharded(ShardedModel):
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """Parameters are shards again afterwards, and calls are forgotten: only a backward would have seen to either."""
+        self.agreement.call("engine.evaluating()")
         context: Any = self._root()._get_fsdp_state()._comm_ctx
         calls = len(context.post_forward_order)
         try:
@@ -232,6 +233,11 @@ class FullySharded(ShardedModel):
                     ):  # or the next backward would gather the unit that was called last here
                         group._post_forward_indices[:] = [n for n in group._post_forward_indices if n < calls]
             del context.post_forward_order[calls:]
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Gathered one by one, on all ranks."""
+        self.agreement.call("engine.state_dict()")
+        return super().whole()
 
     def close(self) -> None:
         """Take the hooks and classes of `fully_shard` off the model."""

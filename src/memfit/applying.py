@@ -104,7 +104,7 @@ def apply(
         have = next((one for one in planned if one in {conversion.before, have}), have)
     if plan.choices.sharding and dist.is_initialized():
         # The rank that has planned may have had the first forward.
-        check_same_model(model, plan.model if have in planned else have, plan.choices.sharding)
+        check_same_model(model, plan.model if have in planned else have, plan.choices.sharding, _followed(plan))
     if have not in planned:
         raise PlanFileError(
             f"the plan is for a model with digest {plan.model}, this one has {have}: other modules, shapes, dtypes, frozen parameters or mode "
@@ -173,6 +173,14 @@ def apply(
         like = optimizer if optimizer is not None or source is None else source.optimizer
         engine.learner = _Learner(held, None if like is None else optimizer_factory(like, model))
     return engine
+
+
+def _followed(plan: Plan) -> dict[str, Any]:
+    """What of a plan all its ranks have to follow alike. What each runs again, and in how many micro-batches but for a pipeline's, is its own."""
+    found = {**plan.choices.used, "clip_norm": plan.clip_norm, "offloading": bool(plan.script.lower_bytes)}
+    if plan.pipeline is not None:
+        found |= {"stages": plan.pipeline.ends, "micro_batches": plan.choices.micro_batches}
+    return found
 
 
 def check_kind(plan: Plan, model: nn.Module) -> None:

@@ -183,6 +183,21 @@ def left_alone(rank: int) -> str:
     return str(error.value)
 
 
+def planned_apart(rank: int, plans: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """What `memfit.apply` says where each rank has made a plan of its own, with these arguments by rank; "" where it trains."""
+    said = []
+    for named in plans:
+        model, sample, loss_fn = steps.chain()
+        own = steps.part_of(sample, rank, 2)
+        plan = memfit.plan(model, own, loss_fn, "1MiB", small.adamw, devices=2, **named[rank])
+        try:
+            memfit.apply(plan, model).step(own)
+            said.append("")
+        except memfit.InputError as error:
+            said.append(str(error))
+    return said
+
+
 def apart(rank: int, way: str) -> list[str]:
     """What is said where ranks call different things of an engine; then all take a step and gather, as if nothing had been."""
     model, sample, loss_fn = steps.chain()

@@ -167,6 +167,29 @@ def test_weights_that_one_rank_gathers_alone_are_to_be_gathered_by_all() -> None
     assert said.endswith("and call engine.state_dict() on all of them")
 
 
+def test_ranks_that_have_planned_each_for_itself_are_told_what_differs() -> None:
+    """They were told that their models differ, or waited for each other. What each runs again is its own."""
+
+    def of(way: str, **more: Any) -> dict[str, Any]:
+        return {"fixed": {"sharding": way, **more}}
+
+    plans = [
+        (of("data"), of("1f1b")),
+        (of("zero2"), of("zero3")),
+        (of("zero3"), {**of("zero3"), "clip_norm": 1.0}),
+        (of("1f1b", micro_batches=2), of("1f1b", micro_batches=4)),
+        (of("zero1"), {**of("zero1", precision="fp16"), "allow": ["fp16"]}),
+        (of("data", micro_batches=1), of("data", micro_batches=2)),
+    ]
+    first, other = on_ranks(2, fits.planned_apart, plans)
+    assert first == other
+    *differing, alike = first
+    assert alike == ""
+    names = ["sharding", "sharding", "clip_norm", "(stages|micro_batches)", "precision"]
+    for each, name in zip(differing, names, strict=True):
+        assert re.match(rf"the plan of rank 1 is not that of rank 0 \({name} is ", each)
+
+
 @pytest.mark.parametrize("way", ["zero3", "1f1b", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_ranks_that_call_different_things_are_told_at_once(way: str) -> None:
     """`if rank == 0: torch.save(engine.state_dict(), ...)`, while the others go on training, waited for half an hour."""

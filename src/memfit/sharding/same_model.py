@@ -1,10 +1,10 @@
-"""Whether all ranks have one model: each keeps its own part of its own, so with another one on some rank a mixture would be trained."""
+"""Whether all ranks have one plan and one model: each keeps its own part of its own, so with another one on some rank a mixture would be trained."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -37,23 +37,32 @@ def bytes_of(tensor: torch.Tensor, most: int | None = None) -> bytes:
     return shape + some.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def check_same_model(model: nn.Module, structure: str, setting: str) -> None:
-    """Check that all ranks of this run have one model; all of them have to call it.
+def check_same_model(model: nn.Module, structure: str, setting: str, followed: Mapping[str, Any]) -> None:
+    """Check that all ranks of this run have one plan and one model; all of them have to call it.
 
     Args:
         model: of this rank, not shared out yet.
         structure: digest of it.
         setting: of the choices, as "zero3/4". Where rank 0 sends its parameters to the others, theirs may have other values.
+        followed: what of the plan decides which messages a rank sends, and when.
 
     Raises:
         InputError: they have not; on all ranks.
     """
     sent = way_of(setting)[0] in _SENT
     values = {} if sent else {name: marked([bytes_of(p, NUMBERS)]) for name, p in model.named_parameters()}
-    told: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size()
-    dist.all_gather_object(told, (structure, values))
-    first, first_values = told[0]
-    for rank, (other, other_values) in enumerate(told):
+    told: list[tuple[str, dict[str, str], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size()
+    dist.all_gather_object(told, (structure, values, dict(followed)))
+    first, first_values, first_plan = told[0]
+    for rank, (*_, plan) in enumerate(told):
+        differs = next((name for name in (*first_plan, *plan) if first_plan.get(name) != plan.get(name)), None)
+        if differs is not None:
+            raise InputError(
+                f"the plan of rank {rank} is not that of rank 0 ({differs} is {plan.get(differs)!r} and {first_plan.get(differs)!r}), so they would wait for "
+                "each other for ever: plan on one rank, save the plan and load it on all, or call "
+                f"memfit.fit(..., devices={len(told)}) on all, which follows rank 0's"
+            )
+    for rank, (other, other_values, _) in enumerate(told):
         if other != first:
             raise InputError(
                 f"the model of rank {rank} is not that of rank 0: it has other modules, shapes, dtypes, frozen parameters or another mode (train/eval). Make "

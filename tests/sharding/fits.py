@@ -198,6 +198,17 @@ def planned_apart(rank: int, plans: list[tuple[dict[str, Any], dict[str, Any]]])
     return said
 
 
+def listed(rank: int) -> str:
+    """What is said of a list that holds more samples than are planned for."""
+    model, sample, loss_fn = steps.chain()
+    own = steps.part_of(sample, rank, 2)
+    fixed = {"sharding": "data", "micro_batches": 2}
+    engine = memfit.apply(memfit.plan(model, own, loss_fn, "1MiB", small.adamw, devices=2, fixed=fixed), model)
+    with pytest.raises(memfit.BatchError) as error:
+        engine.accumulate([own, steps.part_of(sample, 1 - rank, 2)])
+    return str(error.value)
+
+
 def apart(rank: int, way: str) -> list[str]:
     """What is said where ranks call different things of an engine; then all take a step and gather, as if nothing had been."""
     model, sample, loss_fn = steps.chain()

@@ -190,6 +190,12 @@ def test_ranks_that_have_planned_each_for_itself_are_told_what_differs() -> None
         assert re.match(rf"the plan of rank 1 is not that of rank 0 \({name} is ", each)
 
 
+def test_ranks_are_not_told_to_hand_over_an_iterator_which_they_cannot() -> None:
+    for said in on_ranks(2, fits.listed):
+        assert "a list of 2 batches holds" in said
+        assert "]: plan with a sample that holds all their samples and" in said
+
+
 @pytest.mark.parametrize("way", ["zero3", "1f1b", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_ranks_that_call_different_things_are_told_at_once(way: str) -> None:
     """`if rank == 0: torch.save(engine.state_dict(), ...)`, while the others go on training, waited for half an hour."""

@@ -384,9 +384,10 @@ class Engine:
         held = sum(t.nbytes for t in {id(t): t for t in tensors}.values() if t.device == self.device)
         planned = batches.signature_bytes(self.plan.signature)
         if held > planned:
+            how = "" if self.sharded is not None else "hand over an iterator that makes one at a time, or "
             raise BatchError(
                 f"a list of {count} batches holds {format_bytes(held)} on the device at once, and the plan counts {format_bytes(planned)} for batches "
-                f"[{self.plan.signature}]: hand over an iterator that makes one at a time, or plan with a sample that holds all their samples and "
+                f"[{self.plan.signature}]: {how}plan with a sample that holds all their samples and "
                 'fixed={"micro_batches": n} in place of loader_batches=n; nothing was changed'
             )
 

@@ -25,5 +25,5 @@ def equal_parameter_ends(parts: Parts, stages: int) -> tuple[int, ...]:
                 if made:
                     best[number, end] = min(made)
     if (stages, total) not in best:
-        raise InputError(f"{stages} stages were asked and the model cannot be cut into so many: ask for fewer")
+        raise InputError(f"{stages} stages were asked for and the model cannot be cut into so many: ask for fewer")
     return best[stages, total][1]

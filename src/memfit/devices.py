@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
-from memfit.capture.gloo_time import BUSY, MOST_RANKS, as_processes, core_sharing, gloo_time
+from memfit.capture.gloo_time import MOST_RANKS, as_processes, core_sharing, timed_beside_others
 from memfit.capture.trace_source import TraceSource
 from memfit.errors import CaptureError, InfeasibleError, InputError, Remedy
 from memfit.hardware.machine import Machine
@@ -180,8 +180,7 @@ def plan_sharded(
     )
     if topology.processes:
         note = f"seconds of collectives are measured among {min(ranks, MOST_RANKS)} ranks of gloo that compute in between, on this computer"
-        here = gloo_time(ranks)
-        if here is not None and here.slowdown > BUSY:
+        if timed_beside_others(ranks):
             note += ", while other programs used its cores, so they are too high: plan again when it is quiet"
         sharing = core_sharing(topology)
         if sharing > 1.0:

@@ -22,8 +22,10 @@ from memfit.train import log
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cli"
 
 TOY = """
-import os, signal
+import itertools, os, signal
 from torch import nn
+
+seen = itertools.count(1)  # in no module: planning looks at what forwards do that count in one
 
 class Net(nn.Module):
     def __init__(self, interrupt_at):
@@ -31,12 +33,11 @@ class Net(nn.Module):
         self.body = nn.Sequential(
             nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
         )
-        self.interrupt_at, self.seen = interrupt_at, 0
+        self.interrupt_at = interrupt_at
 
     def forward(self, x, y):
         if os.path.exists("training"):  # not while planning
-            self.seen += 1
-            if self.seen == self.interrupt_at:
+            if next(seen) == self.interrupt_at:
                 os.kill(os.getpid(), signal.SIGINT)
         return (self.body(x).squeeze(-1) - y).square().mean()
 

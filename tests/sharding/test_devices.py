@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import memfit
 import small
-from memfit import devices
+from defined_costs import GLOO
 from memfit.capture import gloo_time
 from memfit.capture.process_group import fake_mesh
 from memfit.capture.trace_source import TraceSource
@@ -44,8 +44,8 @@ def planned(devices: Any, budget: Any = "100%", blocks: int = 3, **named: Any) -
 def test_collectives_that_were_timed_beside_other_programs_are_told(
     slowdown: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = gloo_time.GlooTime({"all_reduce": 1e-4}, {"all_reduce": 1e-9}, slowdown)
-    monkeypatch.setattr(devices, "gloo_time", lambda _: here)
+    here = replace(GLOO, slowdown=slowdown)
+    monkeypatch.setattr(gloo_time, "gloo_time", lambda _: here)
     told = planned(2, blocks=1, fixed={"sharding": "data"}).explain()
     assert ("while other programs used its cores" in told) == (slowdown > gloo_time.BUSY)
 

@@ -86,6 +86,12 @@ def gloo_time(ranks: int) -> GlooTime | None:
         return None
 
 
+def timed_beside_others(ranks: int) -> bool:
+    """Whether other programs used the cores while this was measured, so that it is too high."""
+    here = gloo_time(ranks)
+    return here is not None and here.slowdown > BUSY
+
+
 def seconds_among(
     network: Topology | None, kind: str, size: int, ranks: tuple[int, ...], *, of_many: bool = False
 ) -> float:

@@ -32,12 +32,8 @@ from memfit.values.plan import Plan
 from memfit.values.report import MeasuredRank, Rehearsal
 
 _WHOLE: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_MEETING: Final = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # what torchrun sets, and torch.distributed reads
+# What torchrun sets, and torch.distributed reads.
+_MEETING: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SENT_BYTES: Final = 16 << 20  # of one rank's sample, at most
 
 

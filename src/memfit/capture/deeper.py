@@ -17,11 +17,8 @@ import numpy as np
 from memfit.garbage import uncollected
 from memfit.values.trace import Category, ModuleCall, Operation, Phase, Save, Storage, Trace
 
-BLOCKS: Final = (
-    4,
-    5,
-    6,
-)  # of the three traces: the second to the last of the shortest are like those between in all longer ones
+# Of the three traces: the second to the last of the shortest are like those between in all longer ones.
+BLOCKS: Final = (4, 5, 6)
 _NUMBER: Final = re.compile(r"\d+")
 _BEHIND: Final = (64, 8, 1)  # rows that have to agree behind rows that came in; fewer where others come in soon
 _ONCE_A_STEP: Final = (Phase.CLIP, Phase.OPTIMIZER)
@@ -106,7 +103,7 @@ class _Table:
     """
 
     def __init__(self, tables: Sequence[list[_Row]]) -> None:
-        self.tables = tables
+        self._numbers = [[row.numbers for row in table] for table in tables]
         numbers: dict[Hashable, int] = {}
         kinds = [
             np.array([numbers.setdefault(row.kind, len(numbers)) for row in table], dtype=np.int64) for table in tables
@@ -124,7 +121,7 @@ class _Table:
             parts.append(np.arange(at, each.start))
             at = each.start + each.rows
             parts.append(np.tile(np.arange(each.start, at), more + 1))
-        parts.append(np.arange(at, len(self.tables[0])))
+        parts.append(np.arange(at, len(self._numbers[0])))
         return np.concatenate(parts)
 
     def extended(self, more: int, rows: Sequence[Any], made: Callable[[Any, tuple[int, ...]], Any]) -> list[Any]:
@@ -137,7 +134,7 @@ class _Table:
         """
         out: list[Any] = []
         places = [0, 0, 0]  # in the three tables
-        row_of = np.full(len(self.tables[0]), -1)
+        row_of = np.full(len(self._numbers[0]), -1)
         row_of[self.order(2)[::-1]] = np.arange(len(rows))[::-1]  # the first that is like it
 
         def fixed(until: int) -> None:
@@ -160,12 +157,8 @@ class _Table:
             out.extend(made(rows[row_of[each.start + i % each.rows]], numbers) for i, numbers in enumerate(found))
             for k in range(3):
                 places[k] += each.rows * (k + 1)
-        fixed(len(self.tables[0]))
+        fixed(len(self._numbers[0]))
         return out
-
-    @property
-    def _numbers(self) -> list[list[tuple[int, ...]]]:
-        return [[row.numbers for row in table] for table in self.tables]
 
 
 def _grown(shorter: Any, longer: Any) -> list[_Repeated]:

@@ -13,9 +13,8 @@ from memfit.errors import BatchError, EngineError
 from memfit.sharding.process_exit import wait_for_senders_at_exit
 
 Told = TypeVar("Told")
-Call = Literal[
-    "engine.state_dict()", "engine.evaluating()"
-]  # what all ranks have to call, where each has a part of the model
+# What all ranks have to call, where each has a part of the model.
+Call = Literal["engine.state_dict()", "engine.evaluating()"]
 # Messages of a few numbers in each step: of data parallelism and ZeRO what the batch of each rank counts for, and its loss; of a pipeline whether shapes are
 # others than before, and the loss.
 IN_A_STEP: Final = 2

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from memfit.capture import costs
 from memfit.capture import gloo_time as gloo
@@ -20,10 +24,12 @@ from memfit.capture.engine_time import EngineTime, engine_time
 from memfit.capture.gloo_time import KINDS, as_processes, gloo_time, seconds_among
 from memfit.capture.host_time import HostTime
 from memfit.capture.source import StepSource
+from memfit.errors import EngineError
 from memfit.hardware.machine import known_machine
 from memfit.hardware.network import collective_seconds
 from memfit.hardware.topology import PeerLink, Topology
 from memfit.meter import metered
+from memfit.sharding import agreement as agreement_module
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.collectives import collective_of, workspace_bytes
 from memfit.techniques.choices import Choices
@@ -242,11 +248,52 @@ def test_ranks_that_share_cores_compute_longer(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("sends_from", "where"), [(("cpu", "meta"), "cpu"), (("meta",), "meta")])
 def test_what_ranks_tell_each_other_lies_in_the_hosts_memory_where_the_group_sends_from_there(
-    sends_from: tuple[str, ...], where: str
+    sends_from: tuple[str, ...], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks compute on "meta", as if on GPUs."""
+    monkeypatch.setattr(Agreement, "real", True)
     group = SimpleNamespace(_device_types=[torch.device(kind) for kind in sends_from], rank=lambda: 0, size=lambda: 2)
     agreement = Agreement(cast("dist.ProcessGroup", group), torch.device("meta"))
-    tensors = [value for value in vars(agreement).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 4
-    assert {tensor.device.type for tensor in tensors} == {where}
+    assert {table.device.type for table in agreement._tables} == {where}
+
+
+def _told(rank: int, few: int) -> list[Any]:
+    assert dist.group.WORLD is not None
+    with mock.patch.object(agreement_module, "FEW_RANKS", few):
+        agreement = Agreement(dist.group.WORLD, torch.device("cpu"))
+    return [
+        agreement.rows((rank, 2**53 - rank, 0.1)),
+        agreement.counts(rank + 1, 2**40 + rank),
+        agreement.total(rank + 1),
+        agreement.largest(rank),
+        agreement.losses(rank, finite=rank == 0),
+        agreement.first(concerned=rank == 1),
+        agreement.first(concerned=False),
+        str(agreement.mean(math.nan if rank else 0.0)),
+        agreement.mean(rank),
+    ]
+
+
+@pytest.mark.parametrize("few", [1, 2])
+def test_numbers_that_ranks_tell_arrive_as_they_are_as_messages_to_each_and_in_one_collective(few: int) -> None:
+    rows = [[0.0, 2.0**53, 0.1], [1.0, 2.0**53 - 1, 0.1]]
+    told = [rows, [[1, 2**40], [2, 2**40 + 1]], 3, 1, (0.0, 1), 1, None, "nan", 0.5]
+    assert on_ranks(2, _told, few) == [told] * 2
+
+
+def _waiting(rank: int) -> str:
+    group = dist.new_group()
+    agreement = Agreement(group, torch.device("cpu"))
+    _set_pg_timeout(timedelta(seconds=0.5), group)
+    try:
+        return str(agreement.total(1)) if rank == 0 else ""
+    except EngineError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+
+
+def test_a_rank_waits_for_what_others_tell_as_long_as_the_limit_that_its_group_has_by_now() -> None:
+    waited, _ = on_ranks(2, _waiting)
+    assert "has kept rank 0 waiting for too long" in waited
+    assert "500ms" in waited

@@ -288,7 +288,7 @@ def test_a_rank_that_meets_nobody_in_a_step_says_what_to_look_at(monkeypatch: py
 
     with fake_mesh("data/2", "cpu") as mesh:
         agreement = Agreement(mesh.get_group(), torch.device("cpu"))
-        monkeypatch.setattr(dist, "all_reduce", closed)
+        monkeypatch.setattr(dist, "all_reduce", closed)  # a fake group's way, and that of many ranks
         told = r"^another rank has ended, .* rank 0 waiting .* \(\[pair\.cc:553\] Connection closed by peer \[127\.0\.0\.1\]:1\): see"
         for said in (partial(agreement.counts, 1, 1), partial(agreement.first, concerned=False)):
             with pytest.raises(memfit.EngineError, match=told):

@@ -29,7 +29,7 @@ from memfit.hardware.cores import cores
 from memfit.hardware.network import collective_seconds
 from memfit.hardware.topology import Topology
 from memfit.identity import digest
-from memfit.sharding.agreement import IN_A_STEP
+from memfit.sharding.agreement import FEW_RANKS, IN_A_STEP
 from memfit.step.freed_memory import keep_freed_memory
 from memfit.storage.folders import measured_once
 
@@ -113,7 +113,9 @@ def agreeing_seconds(network: Topology | None, ranks: tuple[int, ...], messages:
     """Seconds of a step in which ranks that are processes of this computer agree, in so many messages; of others they are not counted."""
     if network is None or not network.processes:
         return 0.0
-    return messages * seconds_among(network, "all_reduce", SIZES[0], ranks)
+    # Of few ranks each sends to all others at once.
+    kind, times = ("send", len(ranks) - 1) if len(ranks) <= FEW_RANKS else ("all_reduce", 1)
+    return messages * times * seconds_among(network, kind, SIZES[0], ranks)
 
 
 def core_sharing(network: Topology | None) -> float:

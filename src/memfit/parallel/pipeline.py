@@ -130,8 +130,9 @@ class Pipeline(PipelinedModel):
         self._loss_fn, self._look, self._region = loss_fn, look, region
         self._pipeline, self._replicas = mesh.get_group("stage"), mesh.get_group("replica")
         self._pipelines: list[list[int]] = mesh.mesh.tolist()
-        self.stage, world = self._pipeline.rank(), self._pipeline.size()
         self.device = device_of(model)
+        self._among, self._beside = (Agreement(group, self.device) for group in (self._pipeline, self._replicas))
+        self.stage, world = self._pipeline.rank(), self._pipeline.size()
         ends = division.ends
         check_ranks(ends, world)
         self._mine = tuple(range(self.stage, len(ends.ends), world))
@@ -169,7 +170,7 @@ class Pipeline(PipelinedModel):
         for ranks in self._pipelines:
             made = dist.new_group(ranks, timeout=limit)
             if dist.get_rank() in ranks:
-                self._pipeline = made
+                self._pipeline, self._among = made, Agreement(made, self.device)
         self._running = None
 
     def _global(self, rank: int) -> int:
@@ -239,7 +240,7 @@ class Pipeline(PipelinedModel):
         counted = batches.counted_leaf(self.division.weights)
         read = [calls.leaves_read(*self._range(stage), counted) for stage in range(len(self.division.ends.ends))]
         # Ranks have looked at one batch, but each at its own model: they send by what all of them have seen.
-        of_ranks = Agreement(self._pipeline, self.device).of_all(read)
+        of_ranks = self._among.of_all(read)
         self._whole.read = [frozenset().union(*of_stage) for of_stage in zip(*of_ranks, strict=True)]
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
         ends = self.division.ends.in_micro_batches(len(micro_batches))
@@ -324,7 +325,7 @@ class Pipeline(PipelinedModel):
                 for name, (buffer, version) in before.items()
                 if self.model.get_buffer(name) is not buffer or buffer._version != version  # noqa: SLF001
             ]
-            told = Agreement(self._pipeline, self.device).of_all(changed) if before else []
+            told = self._among.of_all(changed) if before else []
             self._writers = {}
             for rank, names in enumerate(told):
                 for name in names:
@@ -352,13 +353,13 @@ class Pipeline(PipelinedModel):
         )
 
     def _of_all(self, loss: float, seconds: float, counted: int) -> tuple[float, float, int]:
-        """In one message: the sum of the losses of all pipelines, the longest seconds of a rank of this one, and what the batches of all count for."""
-        words = torch.zeros(2 + self._pipeline.size(), dtype=torch.float64, device=self.device)
-        words[0], words[1], words[2 + self.stage] = loss, counted, seconds
-        dist.all_reduce(words, group=self._pipeline)  # a loss is zero where the last stage is not
+        """The sum of the losses of all pipelines, the longest seconds of a rank of this one, and what the batches of all count for."""
+        # A loss is zero where the last stage is not.
+        losses, counts, of_ranks = zip(*self._among.rows((loss, counted, seconds)), strict=True)
+        total, count = sum(losses), sum(counts)
         if self._replicas.size() > 1:
-            dist.all_reduce(words[:2], group=self._replicas)
-        total, count, *of_ranks = words.tolist()
+            losses, counts = zip(*self._beside.rows((total, count)), strict=True)
+            total, count = sum(losses), sum(counts)
         return total, max(of_ranks), int(count)
 
     def _sum_gradients(self) -> None:

@@ -19,6 +19,11 @@ Call = Literal["engine.state_dict()", "engine.evaluating()"]
 # others than before, and the loss.
 IN_A_STEP: Final = 2
 OF_SHARDS: Final = 1  # more under ZeRO 2 and 3: whether a rank has used no parameter that others may have used
+# Ranks up to which each sends its numbers to every other one. The last one to come finds them there; an all-reduce, which gloo runs in a thread of its own,
+# would take it a millisecond by the clock (docs/design/log.md). Of more ranks that takes fewer messages.
+FEW_RANKS: Final = 8
+_MOST: Final = 3  # numbers that a rank tells at once
+_TAG: Final = 7021  # of these messages, beside a pipeline's in the same group
 
 
 class Agreement:
@@ -34,13 +39,13 @@ class Agreement:
         wait_for_senders_at_exit()
         host = torch.device("cpu")
         device = host if host in group._device_types else device
-        self._group = group
+        self._group, self._device = group, device
         self.rank = group.rank()
-        # Made once: a backend's own thread may hold what it sends a little longer than the step does.
-        self._word = torch.zeros((), dtype=torch.int64, device=device)
-        self._value = torch.zeros((), dtype=torch.float64, device=device)
-        self._counts = torch.zeros((group.size(), 2), dtype=torch.int64, device=device)
-        self._losses = torch.zeros((group.size(), 2), dtype=torch.float64, device=device)
+        # By how many numbers a rank tells. Made once: a backend's own thread may hold what it sends a little longer than the step does.
+        self._tables = [
+            torch.zeros((group.size(), numbers), dtype=torch.float64, device=device) for numbers in range(_MOST + 1)
+        ]
+        self._few = self.real and device == host and group.size() <= FEW_RANKS
 
     @property
     def real(self) -> bool:
@@ -49,11 +54,11 @@ class Agreement:
 
     def total(self, count: int) -> int:
         """The sum of all ranks' counts."""
-        return self._reduced(count, dist.ReduceOp.SUM)
+        return int(sum(each for (each,) in self.rows((count,))))
 
     def largest(self, count: int) -> int:
         """The largest of all ranks' counts."""
-        return self._reduced(count, dist.ReduceOp.MAX)
+        return int(max(each for (each,) in self.rows((count,))))
 
     def largest_of(self, values: Iterable[torch.Tensor]) -> None:
         """Each becomes the largest that a rank has."""
@@ -62,9 +67,7 @@ class Agreement:
 
     def mean(self, value: float) -> float:
         """Of all ranks' values."""
-        self._value.fill_(value)
-        dist.all_reduce(self._value, group=self._group)
-        return float(self._value.item()) / self._group.size()
+        return sum(each for (each,) in self.rows((value,))) / self._group.size()
 
     def counts(self, micro_batches: int, counted: int) -> list[list[int]]:
         """How many micro-batches every rank has, and what they count for, by rank; on all ranks, as the first message of a step.
@@ -73,7 +76,7 @@ class Agreement:
             BatchError: a rank has refused its batch (`refuse`).
             EngineError: a rank calls something else (`call`).
         """
-        found = self._of_ranks(self._counts, (micro_batches, counted))
+        found = [list(map(int, told)) for told in self.rows((micro_batches, counted))]
         if [0, 0] in found:
             self._raise_refusal(self.of_all(""))
         one = next((rank for rank, (number, _) in enumerate(found) if not number), None)
@@ -97,7 +100,7 @@ class Agreement:
 
     def refuse(self, error: BatchError) -> None:
         """This rank takes no step, for this reason, and so no rank does: in place of `counts`, which raises on the others."""
-        self._of_ranks(self._counts, (0, 0))
+        self.rows((0, 0))
         self.of_all(str(error))
 
     @staticmethod
@@ -112,21 +115,38 @@ class Agreement:
 
     def losses(self, own: float, *, finite: bool) -> tuple[float, int | None]:
         """The mean of all ranks' losses, and the lowest rank that says its own is not finite; None where none does."""
-        told = self._of_ranks(self._losses, (own if finite else 0.0, float(not finite)))
+        told = self.rows((own if finite else 0.0, float(not finite)))
         return sum(loss for loss, _ in told) / len(told), next(
             (rank for rank, (_, bad) in enumerate(told) if bad), None
         )
 
-    def _of_ranks(self, table: torch.Tensor, own: Sequence[float]) -> list[Any]:
-        """The rows of all ranks, of which each knows its own: their sum where the others' are zero takes one message."""
-        table.zero_()
+    def rows(self, own: Sequence[float]) -> list[list[float]]:
+        """What every rank tells, by rank; as many numbers on each. In a capture the others tell zeros.
+
+        Args:
+            own: of this rank, three at most; whole ones below 2**53 stay what they are.
+        """
+        table = self._tables[len(own)]
+        if not self._few:
+            table.zero_()  # rows that are zero elsewhere add up to those that the ranks know
         table[self.rank].copy_(torch.tensor(own, dtype=table.dtype))
-        self._all_reduce(table)
+        with self._waiting():
+            if self._few:
+                self._send_to_each(table)
+            else:
+                dist.all_reduce(table, group=self._group)
         return table.tolist()
 
-    def _all_reduce(self, words: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        with self._waiting():
-            dist.all_reduce(words, op=how, group=self._group)
+    def _send_to_each(self, table: torch.Tensor) -> None:
+        others = [rank for rank in range(len(table)) if rank != self.rank]
+        how: Any = {"group": self._group, "tag": _TAG}
+        works = [dist.isend(table[self.rank], group_dst=rank, **how) for rank in others]
+        works += [dist.irecv(table[rank], group_src=rank, **how) for rank in others]
+        # Left to itself it waits as long as when the group was made, whatever the group's limit has become since.
+        limit = self._group._get_backend(self._device).options._timeout
+        for work in works:
+            if work is not None:
+                work.wait(limit)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -162,8 +182,7 @@ class Agreement:
 
     def first(self, *, concerned: bool) -> int | None:
         """The lowest rank that is concerned; None where none is."""
-        found = -self._reduced(-self.rank if concerned else -self._group.size(), dist.ReduceOp.MAX)
-        return None if found == self._group.size() else found
+        return next((rank for rank, (said,) in enumerate(self.rows((concerned,))) if said), None)
 
     def said_by_all(self, own: Sequence[bool]) -> list[bool]:
         """Which of these every rank says, of as many on each; where none says any, that takes one message. In a capture all say the same."""
@@ -171,11 +190,6 @@ class Agreement:
             return list(own)
         if not self.largest(int(any(own))):
             return [False] * len(own)
-        said = torch.tensor(own, dtype=torch.uint8, device=self._word.device)
+        said = torch.tensor(own, dtype=torch.uint8, device=self._device)
         dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group)
         return [bool(each) for each in said.tolist()]
-
-    def _reduced(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
-        self._word.fill_(number)
-        self._all_reduce(self._word, how)
-        return int(self._word.item())

@@ -63,6 +63,17 @@ def test_a_position_is_where_the_rest_goes_on() -> None:
         assert taken(batches, 7 - i, position) == [batch["x"].tolist() for batch, _ in whole[i + 1 :]]
 
 
+def test_a_smaller_last_batch_is_left_out_where_that_is_asked_for() -> None:
+    batches = Batches(numbered(10), 4, drop_last=True)
+
+    epochs = taken(batches, 2), taken(batches, 2, Position(1, 0))
+    assert [taken(batches, 4), taken(batches, 2, Position(0, 8))] == [epochs[0] + epochs[1], epochs[1]]
+    assert [len(batch) for batch in chain(*epochs)] == [4] * 4
+    assert batches.per_epoch == 2
+    assert Batches(numbered(12), 4, drop_last=True).per_epoch == 3
+    assert taken(Batches(numbered(3), 4, None, drop_last=True), 2) == [[0, 1, 2]] * 2
+
+
 def test_a_position_may_be_taken_up_with_another_batch_size() -> None:
     _, position = next(Batches(numbered(10), 4).start())
 
@@ -318,12 +329,14 @@ def test_parts_of_ranks_do_not_overlap_and_make_up_the_batch(ranks: int) -> None
         assert max(len(part["x"]) for part, _ in own) == len(own[0][0]["x"])
 
 
-def test_every_rank_needs_a_sample_of_every_batch() -> None:
-    samples = ArraySamples({"x": np.arange(21)})
-    with pytest.raises(InputError, match="the last batch of an epoch of 21 samples has 1 samples for 2 ranks"):
-        Batches(samples, 5).of_rank(0, 2)
+def test_every_rank_needs_a_sample_of_every_batch_that_is_not_left_out() -> None:
+    with pytest.raises(InputError, match=r"of 10 samples has 2, and each of 3 ranks needs one: leave it out \(data\."):
+        Batches(numbered(10), 4).of_rank(0, 3)
     with pytest.raises(InputError, match="a batch has 2 samples for 3 ranks"):
-        Batches(samples, 2).of_rank(0, 3)
+        Batches(numbered(10), 2).of_rank(0, 3)
+    Batches(numbered(12), 4).of_rank(0, 3)
+    parts = [taken(Batches(numbered(10), 4, None, drop_last=True).of_rank(rank, 3), 3) for rank in range(3)]
+    assert [list(chain(*own)) for own in zip(*parts, strict=True)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 # -- conversations ---------------------------------------------------------------------------------------------------------

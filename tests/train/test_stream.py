@@ -97,6 +97,12 @@ def test_parts_of_ranks_make_up_the_batches_and_a_last_one_too_small_for_them_is
         StreamBatches(range(9), 2).of_rank(0, 3)
 
 
+def test_a_smaller_last_batch_is_left_out_where_that_is_asked_for() -> None:
+    assert taken(StreamBatches(range(6), 4, drop_last=True), 2) == [[0, 1, 2, 3]] * 2
+    assert taken(StreamBatches(range(8), 4, drop_last=True), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert taken(StreamBatches(range(3), 4, drop_last=True), 2) == [[0, 1, 2]] * 2
+
+
 @pytest.mark.parametrize("stream", [range(2), [5]])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_stream_with_fewer_samples_than_ranks_is_refused(stream: Any, rank: int) -> None:

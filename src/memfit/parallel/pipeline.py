@@ -263,7 +263,7 @@ class Pipeline(PipelinedModel):
         if not number:
             raise BatchError(
                 f"interleaved stages run rounds of {ranks} micro-batches of at most {ends.micro_batch_size} samples, and a pipeline's batch of {total} samples "
-                f'does not divide into them: leave it out (drop the last batch of an epoch), or plan with fixed={{"sharding": "1f1b/{ranks}"}}'
+                f'does not divide into them: leave it out (data.drop_last: true in a run file), or plan with fixed={{"sharding": "1f1b/{ranks}"}}'
             )
         return batches.sliced(batch, [total // number] * number) if number > 1 else [batch]
 

@@ -120,13 +120,14 @@ def assemble(config: Config, progress: Callable[[str, float], None] | None = Non
         notes = (*notes, *(f"DeepSpeed configuration: {notice}" for notice in deepspeed.notices))
     batches: Batches | StreamBatches
     if isinstance(training, Stream):
-        batches = StreamBatches(training.samples, size, device, training.collate)
+        batches = StreamBatches(training.samples, size, device, training.collate, drop_last=config.data.drop_last)
         if config.train.steps is None:
             raise batches.without_steps()
     else:
         if len(training) < size:
             notes = (*notes, f"the data holds {len(training)} samples: each step takes all of them, not {size}")
-        batches = Batches(training, min(size, max(1, len(training))), config.train.seed, device)
+        held = min(size, max(1, len(training)))
+        batches = Batches(training, held, config.train.seed, device, drop_last=config.data.drop_last)
         if config.data.packing and weights:
             packing.check(model, loss_fn, training.batch([0], 0), device)
     generation = None if config.generate is None else _generation(config, config.generate, model, batches)

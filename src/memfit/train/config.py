@@ -122,6 +122,7 @@ class DataConfig:
             data.text or data.messages.
         stream: read the files while training, sample after sample in their order, in place of all of them before the first step: for more than memory holds.
             How many there are is not known then, so train.steps is needed. data.validation is read as ever.
+        drop_last: leave out the last batch of an epoch where it has fewer samples than fit.global_batch, as torch's DataLoader does under that name.
         tokenizer: folder or name of a Hugging Face tokenizer, or "bytes" (a token is a byte plus one, 0 pads); the model's
             folder when left out.
     """
@@ -136,6 +137,7 @@ class DataConfig:
     max_length: int | None = None
     packing: bool = False
     stream: bool = False
+    drop_last: bool = False
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:

@@ -72,10 +72,11 @@ class Batches:
 
     Attributes:
         samples: what to take them from.
-        size: samples in a batch; the last one of an epoch may be smaller, none is dropped.
+        size: samples in a batch; the last one of an epoch may be smaller.
         seed: of the order; None leaves the samples in theirs.
         device: where batches are put.
         rank, ranks: of so many ranks the one that takes its own part of every batch; positions and sizes are those of whole batches.
+        drop_last: a smaller last batch is left out of each epoch.
     """
 
     samples: Samples
@@ -84,6 +85,7 @@ class Batches:
     device: torch.device = _CPU
     rank: int = 0
     ranks: int = 1
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -97,10 +99,13 @@ class Batches:
         Raises:
             InputError: a batch has fewer samples than there are ranks.
         """
-        which, least = "a batch", self.size
-        if self.size >= ranks and len(self.samples) % self.size:
-            which, least = f"the last batch of an epoch of {len(self.samples)} samples", len(self.samples) % self.size
-        check_ranks(which, least, ranks)
+        check_ranks(self.size, ranks)
+        last = self._trained_on % self.size
+        if 0 < last < ranks:
+            raise InputError(
+                f"the last batch of an epoch of {len(self.samples)} samples has {last}, and each of {ranks} ranks needs one: leave it out "
+                "(data.drop_last: true), or take fewer ranks, or another fit.global_batch"
+            )
         return replace(self, rank=rank, ranks=ranks)
 
     def order(self, epoch: int) -> list[int]:
@@ -109,6 +114,12 @@ class Batches:
             return list(range(len(self.samples)))
         generator = torch.Generator().manual_seed(seed_of(f"{self.seed} {epoch}"))
         return torch.randperm(len(self.samples), generator=generator).tolist()
+
+    @property
+    def _trained_on(self) -> int:
+        """Samples of an epoch in batches that are not left out; all of them where they fill no batch."""
+        count = len(self.samples)
+        return count - count % self.size if self.drop_last and count > self.size else count
 
     @property
     def count(self) -> int | None:
@@ -126,7 +137,7 @@ class Batches:
     @property
     def per_epoch(self) -> int:
         """Batches in an epoch."""
-        return -(-len(self.samples) // self.size)
+        return -(-self._trained_on // self.size)
 
     def sample(self) -> Batch:
         """A batch as large as any, to plan with."""
@@ -140,7 +151,7 @@ class Batches:
         """Batches without end from a position on, each with the position after it; `mark` is what `mark` gave there."""
         epoch, used = position
         while True:
-            order = self.order(epoch)
+            order = self.order(epoch)[: self._trained_on]
             while used < len(order):
                 chosen = order[used : used + self.size]
                 used += len(chosen)
@@ -161,11 +172,10 @@ def seed_of(words: str) -> int:
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4])
 
 
-def check_ranks(which: str, samples: int, ranks: int) -> None:
+def check_ranks(samples: int, ranks: int) -> None:
     """Check that a batch has a sample for every rank.
 
     Args:
-        which: batch, as the subject of a sentence.
         samples: in it.
         ranks: among which it is divided.
 
@@ -174,7 +184,7 @@ def check_ranks(which: str, samples: int, ranks: int) -> None:
     """
     if samples < ranks:
         raise InputError(
-            f"{which} has {samples} samples for {ranks} ranks, and each needs one: take fewer ranks, or another fit.global_batch"
+            f"a batch has {samples} samples for {ranks} ranks, and each needs one: take fewer ranks, or another fit.global_batch"
         )
 
 

@@ -74,7 +74,7 @@ class StreamBatches:
         size: samples in a batch; the last one of an epoch may be smaller.
         device: where batches are put.
         collate: makes a batch of samples.
-        rank, ranks: as in `Batches`. A last batch with fewer samples than ranks is left out.
+        rank, ranks, drop_last: as in `Batches`. A last batch with fewer samples than ranks is left out in any case.
     """
 
     stream: Iterable[Any]
@@ -83,6 +83,7 @@ class StreamBatches:
     collate: Collate = collated
     rank: int = 0
     ranks: int = 1
+    drop_last: bool = False
     _first: list[Any] = field(default_factory=list)  # of an iterator: samples that were looked at and not used yet
     _mark: dict[str, Any] | None = None
 
@@ -111,7 +112,7 @@ class StreamBatches:
         Raises:
             InputError: a batch has fewer samples than there are ranks.
         """
-        check_ranks("a batch", self.size, ranks)
+        check_ranks(self.size, ranks)
         return replace(self, rank=rank, ranks=ranks)
 
     def sample(self) -> Batch:
@@ -199,7 +200,7 @@ class StreamBatches:
             if first == 0:
                 self._check_every_rank_has_one(used)
             self._mark = {"samples": len(chosen), "digest": _digest(chosen)}
-            if len(chosen) < self.ranks:
+            if len(chosen) < (self.size if self.drop_last and first else self.ranks):
                 continue
             batch = self._batch(chosen, epoch, first)
             del chosen  # what a batch was made of takes no memory during the step

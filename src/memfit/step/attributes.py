@@ -11,7 +11,7 @@ import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -196,16 +196,17 @@ def _directly(function: Callable[..., Any] | None) -> list[Any]:
         return [*_directly(function.func), *function.args, *function.keywords.values()]
     if isinstance(function, types.FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        named = [function.__globals__.get(name) for name in _globals_named(function)]
+        named = [function.__globals__.get(name) for name in _globals_named(function.__code__)]
         near = [each for each in (*cells, *named) if isinstance(each, types.FunctionType)]
         inner = [v for each in near if each.__globals__ is function.__globals__ for v in _held_inside(each, function)]
         return [*cells, *inner, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *named]
     return [function]
 
 
-def _globals_named(function: types.FunctionType) -> list[str]:
+@lru_cache(maxsize=1024)  # asked in every step, and to take a long function apart takes a millisecond
+def _globals_named(code: types.CodeType) -> tuple[str, ...]:
     """Of the names in a function's code, which are those of attributes, too, the ones that it looks up as globals."""
-    return [each.argval for each in dis.get_instructions(function) if each.opname == "LOAD_GLOBAL"]
+    return tuple(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
 
 
 def _held_inside(inner: types.FunctionType, outer: types.FunctionType) -> list[Any]:
@@ -213,7 +214,7 @@ def _held_inside(inner: types.FunctionType, outer: types.FunctionType) -> list[A
     if inner is outer:
         return []
     cells = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
-    return [*cells, *(inner.__globals__.get(name) for name in _globals_named(inner))]
+    return [*cells, *(inner.__globals__.get(name) for name in _globals_named(inner.__code__))]
 
 
 def _generator(value: Any) -> Callable[[], object] | None:

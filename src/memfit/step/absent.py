@@ -36,6 +36,16 @@ _PLAIN: Final = (
 )
 
 
+_TENSOR: Any = torch.Tensor
+# What a meta tensor knows without computing; forwards ask it for each micro-batch.
+_KNOWS: Final = frozenset(
+    (
+        *(described.__get__ for described in (_TENSOR.shape, _TENSOR.dtype, _TENSOR.ndim)),
+        *(_TENSOR.size, _TENSOR.stride, _TENSOR.dim, _TENSOR.numel),
+    )
+)
+
+
 class _Elsewhere:
     """Stands in a batch for a tensor that this rank's stages do not read."""
 
@@ -72,6 +82,9 @@ class Absent(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of torch on meta tensors."""
+        if func in _KNOWS:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         # Most calls have one first, and no tree to be walked through.
         place = args[0].__dict__.get("place") if args and type(args[0]) is cls else None

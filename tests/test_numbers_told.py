@@ -253,6 +253,25 @@ def test_what_a_technique_does_is_told_with_its_direction(saved: int, seconds: f
     assert ("off the peak" in sentence) is (saved >= 0)
 
 
+def test_what_lies_on_the_device_beside_the_model_is_told_where_it_is_much_of_what_is_needed() -> None:
+    """On an absent H100 cuBLAS's workspaces; on a CPU what the loss holds."""
+    model, sample, table = torch.nn.Linear(8, 8), torch.ones(4, 8), torch.zeros(1 << 20)
+
+    def alone(m: torch.nn.Module, b: torch.Tensor) -> torch.Tensor:
+        return m(b).square().mean()
+
+    def with_table(m: torch.nn.Module, b: torch.Tensor) -> torch.Tensor:
+        return alone(m, b) + table[0]
+
+    for loss, device, beside in ((alone, "h100", 1 << 26), (with_table, None, table.nbytes), (alone, None, 0)):
+        plan = memfit.plan(model, sample, loss, "1GiB", device=device, fixed={"micro_batches": 1}, host_budget=0)
+        with pytest.raises(InfeasibleError) as caught:
+            memfit.replan(plan, 64)
+        assert caught.value.beside_bytes == beside
+        told = f"{format_bytes(beside)} of it for what lies on the device beside the model"
+        assert (told in str(caught.value)) == bool(beside)
+
+
 def test_every_number_of_the_error_is_a_field_of_it() -> None:
     model, sample, loss_fn = build()
     with pytest.raises(InfeasibleError) as caught:

@@ -97,6 +97,7 @@ class InfeasibleError(MemfitError):
         minimum_bytes: the smallest budget that would do; None when none was found.
         moment: when in the step the bytes run out.
         module: path of the module that sets the smallest peak; "" when it is none in particular.
+        beside_bytes: of the smallest budget, what lies on the device beside model and step: workspaces of libraries, other tensors of this process.
         remedies: ways out, each tried: the budget that would do, then those that change results least first.
         weighed: what was considered and does not fit, each with its reason.
     """
@@ -109,6 +110,7 @@ class InfeasibleError(MemfitError):
         minimum_bytes: int | None = None,
         moment: str = "",
         module: str = "",
+        beside_bytes: int = 0,
         remedies: tuple[Remedy, ...] = (),
         weighed: tuple[str, ...] = (),
     ) -> None:
@@ -117,6 +119,7 @@ class InfeasibleError(MemfitError):
         self.minimum_bytes = minimum_bytes
         self.moment = moment
         self.module = module
+        self.beside_bytes = beside_bytes
         self.remedies = remedies
         self.weighed = weighed
 
@@ -128,6 +131,7 @@ class InfeasibleError(MemfitError):
             "minimum_bytes": self.minimum_bytes,
             "moment": self.moment,
             "module": self.module,
+            "beside_bytes": self.beside_bytes,
             "remedies": self.remedies,
             "weighed": self.weighed,
         }

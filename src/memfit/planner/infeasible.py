@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Final
 
 from memfit.errors import InfeasibleError, Remedy
 from memfit.planner.description import where
@@ -15,6 +16,9 @@ from memfit.planner.smallest_budget import smallest
 from memfit.planner.solvers import Solvers
 from memfit.techniques.choices import named
 from memfit.units import format_budget, format_bytes, format_seconds
+from memfit.values.trace import BEFORE_STEP, Category, Trace
+
+WORTH_TELLING: Final = 16  # what lies beside the model is told from this part of all bytes on
 
 
 def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection]) -> InfeasibleError:
@@ -28,7 +32,8 @@ def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection
     size, found = smallest(solvers)
     phase, module, operation = where(found.solver.trace, found.solution.evaluation.peak_event)
     remedies = _remedies(solvers, budget_bytes, size, found)
-    return _error(budget_bytes, size, (phase, module, operation), remedies, tuple(map(str, rejected)))
+    beside = _beside_bytes(found.solver.trace)
+    return _error(budget_bytes, size, (phase, module, operation), beside, remedies, tuple(map(str, rejected)))
 
 
 def with_remedies(error: InfeasibleError, remedies: tuple[Remedy, ...], nothing_else: str = "") -> InfeasibleError:
@@ -42,28 +47,40 @@ def with_remedies(error: InfeasibleError, remedies: tuple[Remedy, ...], nothing_
     assert error.minimum_bytes is not None, "made by `infeasible`"
     phase, _, operation = error.moment.partition(": ")
     peak = (phase, error.module, operation)
-    return _error(error.budget_bytes, error.minimum_bytes, peak, remedies, error.weighed, nothing_else)
+    return _error(
+        error.budget_bytes, error.minimum_bytes, peak, error.beside_bytes, remedies, error.weighed, nothing_else
+    )
+
+
+def _beside_bytes(trace: Trace) -> int:
+    """What lies on the device beside the model and its step, all the time."""
+    return sum(s.bytes for s in trace.storages if s.category is Category.OTHER and s.birth == BEFORE_STEP)
 
 
 def _error(
     budget_bytes: int,
     size: int,
     peak: tuple[str, str, str],
+    beside_bytes: int,
     remedies: tuple[Remedy, ...],
     weighed: tuple[str, ...],
     nothing_else: str = "",
 ) -> InfeasibleError:
     """With its message: what is needed and where, the ways out, what was weighed."""
     phase, module, operation = peak
+    beside = ""
+    if WORTH_TELLING * beside_bytes >= size:
+        beside = f", {format_bytes(beside_bytes)} of it for what lies on the device beside the model (libraries' workspaces, other tensors)"
     ways_out = "; ".join(f"{r.text} ({_cost(r)})" for r in remedies)
     others = (f". {nothing_else}" if nothing_else else "") + (f". Weighed: {'; '.join(weighed)}" if weighed else "")
     return InfeasibleError(
-        f"{format_bytes(budget_bytes)} is too little: the smallest plan found needs {format_bytes(size)} ({size} bytes), set in {phase} by "
+        f"{format_bytes(budget_bytes)} is too little: the smallest plan found needs {format_bytes(size)} ({size} bytes){beside}, set in {phase} by "
         f"{module or 'an operation outside any module'} ({operation}). Ways out: {ways_out}{others}",
         budget_bytes=budget_bytes,
         minimum_bytes=size,
         moment=f"{phase}: {operation}",
         module=module,
+        beside_bytes=beside_bytes,
         remedies=remedies,
         weighed=weighed,
     )

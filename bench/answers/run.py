@@ -142,7 +142,7 @@ def answer(text: str, folder: Path) -> str:
     for line in lines:
         if line.startswith(starts):
             paragraph = line
-        elif paragraph and not paragraph.endswith((".", "allowed")):
+        elif paragraph.startswith("memfit:") or (paragraph and not paragraph.endswith((".", "allowed"))):
             paragraph += f" {line}"
         elif paragraph:
             break

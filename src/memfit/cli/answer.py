@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from memfit.errors import InfeasibleError, InputError, PlanFileError, in_words
 
 if TYPE_CHECKING:
     from memfit.train.config import Config
+
+ITEM: Final = "  "  # before each line of a list
 
 
 class Status(IntEnum):
@@ -70,9 +72,23 @@ def failure(error: BaseException) -> Answer:
             "remedies": [remedy._asdict() for remedy in error.remedies],
             "settings": [as_settings(remedy.arguments) for remedy in error.remedies if remedy.arguments],
         }
+        text = _in_lines(error, text)
         if data["settings"]:
-            text += ". On the command line: " + ", or ".join(data["settings"])
+            text += ".\nOn the command line: " + ", or ".join(data["settings"])
     return Answer(data, text, status)
+
+
+def _in_lines(error: InfeasibleError, text: str) -> str:
+    """The message of an error that lists ways out and what was weighed, with each of these on a line of its own."""
+    items = "; ".join(error.weighed)
+    if items:
+        text = text.replace(items, "".join(f"\n{ITEM}{each}" for each in error.weighed))
+    for remedy in error.remedies:
+        text = text.replace(f"; {remedy.text} (", f"\n{ITEM}{remedy.text} (")
+    text = text.replace(". Ways out: ", f".\nWays out:\n{ITEM}")
+    for heading in ("Nothing ", "Weighed:"):
+        text = text.replace(f". {heading}", f".\n{heading}")
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def as_settings(arguments: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 from memfit import __version__
 from memfit.cli import doctor, estimate, explain, frontier, plan, runs, serve, studies, submit, train, tune
-from memfit.cli.answer import Answer, Status, failure
+from memfit.cli.answer import ITEM, Answer, Status, failure
 from memfit.errors import BudgetError, MemfitError
 
 _VERBS: Final = (estimate, plan, frontier, train, tune, serve, submit, runs, studies, explain, doctor)
@@ -238,8 +238,11 @@ def _wrapped(text: str) -> str:
     if not sys.stderr.isatty():
         return text
     columns = max(20, shutil.get_terminal_size((100, 24)).columns)
-    lines = (textwrap.fill(line, columns, break_on_hyphens=False, break_long_words=False) for line in text.splitlines())
-    return "\n".join(lines)
+    how: dict[str, Any] = {"width": columns, "break_on_hyphens": False, "break_long_words": False}
+    return "\n".join(
+        textwrap.fill(line, subsequent_indent=2 * ITEM if line.startswith(ITEM) else "", **how)
+        for line in text.splitlines()
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -231,4 +232,55 @@ def messages(rank: int, plans: Sequence[dict[str, Any]], build: Callable[[], Bui
             engine.step(own)
         found.append(reduced.call_count + sent.call_count)
         engine.sharded.close()
+    return found
+
+
+class Detaching(nn.Module):
+    """In the forwards named its head's bias gets no gradient; the operations are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.forwards, self.without = 0, (-1, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        first, last = self.without
+        bias = self.head.bias.detach() if first <= self.forwards <= last else self.head.bias
+        return functional.linear(functional.gelu(self.body(x)), self.head.weight, bias)
+
+
+def detaching() -> Built:
+    return Detaching(), small.rows(32), small.squared_error
+
+
+def without_a_gradient(rank: int, plans: Sequence[dict[str, Any]]) -> list[tuple[str, bool, bool, bool]]:
+    """For each plan: what the second of three steps raises, in whose last forward a parameter gets no gradient on the last rank, and what it leaves.
+
+    That is: whether nothing has changed, whether there are gradients, and whether the parameters after all steps are those of a run without it.
+    """
+    found = []
+    for data in plans:
+        plan, ends = memfit.Plan.from_json(data), []
+        for troubled in (True, False):
+            model = Detaching()
+            engine = memfit.apply(plan, model, small.squared_error, sgd)
+            assert engine.sharded is not None
+            own = part_of(small.rows(64), rank, engine.sharded.ranks)
+            step = partial(engine.accumulate, [own]) if plan.choices.micro_batches > 1 else partial(engine.step, own)
+            step()
+            if troubled:
+                before = whole(model)
+                last = model.forwards + plan.choices.micro_batches
+                if rank == engine.sharded.ranks - 1:
+                    model.without = last, last
+                with pytest.raises(memfit.EngineError) as raised:
+                    step()
+                model.without = -1, -1  # the failed step has put the number of forwards back
+                unchanged, left = small.same(whole(model), before), engine.has_gradients()
+            step()
+            ends.append(whole(model))
+            engine.sharded.close()
+        found.append((str(raised.value), unchanged, left, small.same(*ends)))
     return found

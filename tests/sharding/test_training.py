@@ -172,6 +172,18 @@ def test_all_ranks_leave_out_a_step_in_which_the_loss_of_one_is_no_number_or_its
         assert loss == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_a_parameter_without_a_gradient_on_one_rank_is_told_to_all_and_the_next_step_goes_on() -> None:
+    """The others waited in their backward until that rank's process had ended."""
+    ways = [("data", 1), ("zero1", 2)]
+    plans = [planned(steps.detaching, "sgd", setting_of(way, 2), parts).to_json() for way, parts in ways]
+    for of_rank in on_ranks(2, steps.without_a_gradient, plans, limit=60.0):
+        for told, unchanged, gradients, alike in of_rank:
+            assert told.startswith("on rank 1 a parameter gets no gradient in this step (head.bias), which Distributed")
+            assert unchanged
+            assert not gradients
+            assert alike
+
+
 def test_ranks_agree_as_often_in_many_micro_batches_as_in_one() -> None:
     plans = [
         planned(half_of_chain, "sgd", setting_of(way, 2), parts).to_json()

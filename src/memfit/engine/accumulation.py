@@ -11,8 +11,8 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch
-from memfit.errors import BatchError
-from memfit.sharding.agreement import Agreement
+from memfit.errors import BatchError, EngineError
+from memfit.sharding.sharded import ShardedModel
 from memfit.step.program import non_finite
 from memfit.values.plan import Plan
 from memfit.values.report import StepRecord
@@ -137,22 +137,32 @@ class Accumulated:
         if share != 1.0:
             torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], share)
 
-    def agree(self, agreement: Agreement, *, check_finite: bool) -> None:
+    def agree(self, sharded: ShardedModel, *, check_finite: bool) -> None:
         """All micro-batches of this rank have been run: the loss becomes that of all ranks. All of them have to call it.
 
         Args:
-            agreement: of the ranks.
+            sharded: the model as this rank has it.
             check_finite: where the loss of a rank is NaN or infinite, all of them raise.
 
         Raises:
             NonFiniteLossError: as asked for.
+            EngineError: a rank lacks a gradient; all of them raise.
         """
-        own = self.loss
-        self.loss, rank = agreement.losses(own, finite=not check_finite or math.isfinite(own))
+        own, agreement = self.loss, sharded.agreement
+        finite = not check_finite or math.isfinite(own)
+        self.loss, trouble = agreement.losses(own, finite=finite, lacking=sharded.lacking)
+        if trouble is None:
+            return
+        rank, lacking = trouble
+        if lacking is not None:
+            name = [name for name, p in sharded.model.named_parameters() if p.requires_grad][lacking]
+            raise EngineError(
+                f"on rank {rank} a parameter gets no gradient in this step ({name}), which DistributedDataParallel does not bear, and no rank has taken it: "
+                "use all parameters in every step (in the last micro-batch, too) on every rank, or train with ZeRO 2 or 3"
+            )
         if rank == agreement.rank:
             raise non_finite(f"the loss of this rank, {rank}, is {own}")
-        if rank is not None:
-            raise non_finite(f"the loss of rank {rank} is infinite or no number")
+        raise non_finite(f"the loss of rank {rank} is infinite or no number")
 
     def record(self, *, skipped: bool) -> StepRecord:
         """Of the step; its number and its seconds are not known here."""

@@ -506,7 +506,7 @@ class Engine:
     def _finish(self, program: StepProgram, total: Accumulated, transaction: Transaction) -> None:
         """The rest of the step: the update, where none began in backward, and the record."""
         if self.sharded is not None and self._pipelined is None:
-            total.agree(self.sharded.agreement, check_finite=self.scaling is None)
+            total.agree(self.sharded, check_finite=self.scaling is None)
         if not program.updates_in_backward:
             transaction.begin_update(self._updated())
         taken = program.update()

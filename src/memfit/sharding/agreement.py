@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,18 @@ OF_SHARDS: Final = 1  # more under ZeRO 2 and 3: whether a rank has used no para
 FEW_RANKS: Final = 8
 _MOST: Final = 3  # numbers that a rank tells at once
 _TAG: Final = 7021  # of these messages, beside a pipeline's in the same group
+
+
+class Trouble(NamedTuple):
+    """Why a rank can take no update.
+
+    Attributes:
+        rank: which one.
+        lacking: number of the first of its parameters that got no gradient; None where its loss is not finite.
+    """
+
+    rank: int
+    lacking: int | None
 
 
 class Agreement:
@@ -113,12 +125,21 @@ class Agreement:
         rank = next(rank for rank, reason in enumerate(reasons) if reason)
         raise BatchError(f"rank {rank} refuses its batch, and no rank takes the step: {reasons[rank]}")
 
-    def losses(self, own: float, *, finite: bool) -> tuple[float, int | None]:
-        """The mean of all ranks' losses, and the lowest rank that says its own is not finite; None where none does."""
-        told = self.rows((own if finite else 0.0, float(not finite)))
-        return sum(loss for loss, _ in told) / len(told), next(
-            (rank for rank, (_, bad) in enumerate(told) if bad), None
+    def losses(self, own: float, *, finite: bool, lacking: int | None = None) -> tuple[float, Trouble | None]:
+        """The mean of all ranks' losses, and the trouble of the lowest rank that has some; None where none has.
+
+        Args:
+            own: of this rank.
+            finite: whether it is, where that is asked for.
+            lacking: number of a parameter that got no gradient on this rank; None where all got theirs.
+        """
+        told = self.rows((own if finite else 0.0, not finite, 0 if lacking is None else lacking + 1))
+        trouble = (
+            Trouble(rank, int(number) - 1 if number else None)
+            for rank, (_, bad, number) in enumerate(told)
+            if bad or number
         )
+        return sum(loss for loss, *_ in told) / len(told), next(trouble, None)
 
     def rows(self, own: Sequence[float]) -> list[list[float]]:
         """What every rank tells, by rank; as many numbers on each. In a capture the others tell zeros.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -57,14 +57,18 @@ class DataParallel(ShardedModel):
                 gradient_as_bucket_view=True,
                 init_sync=synchronised,
             )
-        self._send_zeros()
+        self._expect_gradients()
+        self._send_zeros(self.trainable())
         self._engine.reducer._rebuild_buckets()
-        self._send_zeros()
+        self._expect_gradients()
+        self._send_zeros(self.trainable())
         self._views = [(p, p.grad.detach()) for p in self.trainable() if p.grad is not None]
         self._buckets = list({dispatch.storage_key(view): view for _, view in self._views}.values())
         for parameter in self.trainable():
             parameter.grad = None
         self._cleared: list[tuple[int, int]] = []  # gradients as `clear` has left them
+        self._expected_beside: list[tuple[int, int]] = []  # gradients as a step's last backward finds them
+        self._lacking: int | None = None
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
@@ -74,9 +78,9 @@ class DataParallel(ShardedModel):
         self._engine.reducer.prepare_for_forward()
         self._engine.reducer.prepare_for_backward([])
 
-    def _send_zeros(self) -> None:
-        self._expect_gradients()
-        for parameter in reversed(self.trainable()):
+    @staticmethod
+    def _send_zeros(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in reversed(parameters):
             torch.autograd.backward(
                 parameter, torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
             )
@@ -127,6 +131,7 @@ class DataParallel(ShardedModel):
             yield
         if last:
             self._expect_gradients()
+            self._expected_beside = self._gradients()
 
     @property
     def learns_paths(self) -> bool:
@@ -148,31 +153,50 @@ class DataParallel(ShardedModel):
     def follow_cleared(self) -> None:
         """The optimizer's are those of the model."""
 
-    def collect(self) -> None:
+    def collect(self, *, agrees: bool = False) -> None:
         """They are there, as views of the buckets.
+
+        Where ranks agree, zeros are sent in place of what is missing, so that the backward of the others ends.
 
         Raises:
             CaptureError: a parameter gets none in the step that is planned for.
-            EngineError: a parameter has got none on this rank, so that a part of them was not sent, and other ranks may wait for it.
+            EngineError: a parameter has got none on this rank, so that a part of them was not sent, and other ranks may wait for it; not where they agree.
         """
+        without = self._without()
+        self._lacking = without[0] if without else None
+        if not without:
+            return
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        which = ", ".join(names[number] for number in without[:3]) + (", ..." if len(without) > 3 else "")
+        if not self.agreement.real:
+            raise CaptureError(
+                f"a parameter gets no gradient in a step ({which}), which DistributedDataParallel does not bear: leave out what is not used, freeze it "
+                "(requires_grad_(False)), or train with ZeRO 2 or 3"
+            )
+        if not agrees:
+            raise EngineError(
+                f"on rank {self.agreement.rank} a parameter gets no gradient in this step ({which}), which DistributedDataParallel does not bear, and the "
+                "others wait for it: use all parameters in every step on every rank, or train with ZeRO 2 or 3"
+            )
+        trained = self.trainable()
+        self._send_zeros([trained[number] for number in without])
+
+    def _without(self) -> list[int]:
+        """Numbers, among the parameters that are trained, of those of which nothing was sent in the last backward."""
         try:
             self._engine.reducer._rebuild_buckets()  # which asks whether all were sent; it rebuilds nothing any more
         except RuntimeError as error:
             found = _WITHOUT.search(str(error))
             if found is None:
                 raise
-            trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-            without = [trained[int(number)] for number in found[1].split()]
-            which = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
-            if not self.agreement.real:
-                raise CaptureError(
-                    f"a parameter gets no gradient in a step ({which}), which DistributedDataParallel does not bear: leave out what is not used, freeze it "
-                    "(requires_grad_(False)), or train with ZeRO 2 or 3"
-                ) from error
-            raise EngineError(
-                f"on rank {self.agreement.rank} a parameter gets no gradient in this step ({which}), which DistributedDataParallel does not bear, and the "
-                "others wait for it: use all parameters in every step on every rank, or train with ZeRO 2 or 3"
-            ) from error
+            return [int(number) for number in found[1].split()]
+        # Where nothing was sent at all, DistributedDataParallel does not ask.
+        return list(range(len(self._views))) if self._gradients() == self._expected_beside else []
+
+    @property
+    def lacking(self) -> int | None:
+        """Of what `collect` has sent zeros for, the first."""
+        return self._lacking
 
     def clip(self, norm: float) -> torch.Tensor:
         """Every rank has all gradients."""

@@ -191,8 +191,9 @@ class FullySharded(ShardedModel):
             finally:
                 self._collects = False
 
-    def collect(self) -> None:
-        """Hand the shards' gradients over. What no rank has used has none, as in plain PyTorch: an optimizer leaves it as it is."""
+    def collect(self, *, agrees: bool = False) -> None:
+        """Hand the shards' gradients over; none has to be there. What no rank has used has none, as in plain PyTorch: an optimizer leaves it as it is."""
+        del agrees
         named = dict(self.model.named_parameters())
         zeros = [parameter.grad is not None and parameter not in self._used for parameter in named.values()]
         unused = self.agreement.said_by_all(zeros)

@@ -74,8 +74,8 @@ class PipelinedModel(ShardedModel):
         del loss_fn
         return lambda _, batch: torch.tensor(self.loss_of(batch))
 
-    def collect(self) -> None:
-        """Gradients are there."""
+    def collect(self, *, agrees: bool = False) -> None:
+        """Gradients are there, of zeros where there are none."""
 
     def micro_batch(self, *, last: bool) -> Any:
         """Not one by one: they pass through the stages together."""

@@ -118,8 +118,17 @@ class ShardedModel(ABC):
         """Before a forward in a loop of the user's own: gradients that were cleared through the optimizer are so in the model, too, and the other way round."""
 
     @abstractmethod
-    def collect(self) -> None:
-        """After the last backward: the gradients are where the optimizer looks for them."""
+    def collect(self, *, agrees: bool = False) -> None:
+        """After the last backward: the gradients are where the optimizer looks for them.
+
+        Args:
+            agrees: before any update ranks tell each other what each lacks (`lacking`); else a rank that lacks a gradient raises.
+        """
+
+    @property
+    def lacking(self) -> int | None:
+        """Number, among the parameters that are trained, of the first that got no gradient on this rank in the step that is collected and needs one."""
+        return None
 
     @abstractmethod
     def clip(self, norm: float) -> torch.Tensor:

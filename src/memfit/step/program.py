@@ -122,7 +122,7 @@ class StepProgram:
                 batch, weight, around_forward, check_finite, after_forward, around_backward, last, value
             )
         if self.sharded is not None and last:
-            self.sharded.collect()
+            self.sharded.collect(agrees=True)
         return loss
 
     def _forward_backward(

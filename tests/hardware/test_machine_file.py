@@ -82,6 +82,8 @@ def test_only_named_links_join_where_no_others_are_told(tmp_path: Path) -> None:
             r"devices\[0\].memory_bytes: no such key; did you mean devices\[0\].memory\?",
         ),
         ("devices:\n- {memory: 24 lots}", 2, r"devices\[0\].memory: '24 lots' has a unit memfit does not read"),
+        ("devices:\n- {memory: 24}", 2, r"devices\[0\].memory: 24 without a unit counts bytes, .*, as in 24GiB$"),
+        ("devices: [{}, {}]\ninside: {bandwidth: 50/s}", 2, r"inside.bandwidth: 50 without a unit .*, as in 50GB$"),
         ("devices:\n- {number: 0}", 2, r"devices\[0\].number: 0 is less than 1"),
         ("devices:\n- {speed: -1}", 2, r"devices\[0\].speed: -1.0 is not more than 0"),
         ("nodes:\n- number: 2", 2, r"nodes\[0\].devices is missing"),
@@ -144,6 +146,12 @@ def test_devices_in_nodes_are_written_in_a_few_words() -> None:
     assert devices_of("2x4x24GiB", HERE).devices[0].memory_bytes == 24 * GIB
     assert devices_of("8x4090", HERE).devices[0].name == "rtx4090"  # no number of bytes
     assert devices_of("8x25769803776", HERE).devices[0].memory_bytes == 24 * GIB
+    for text, told in (
+        ("4x24", "names devices of 24 bytes: write"),
+        ("4x24GiB@50/s", "a link of 50 bytes a second: write"),
+    ):
+        with pytest.raises(InputError, match=told):
+            devices_of(text, HERE)
     for text in ("8x8x8xh100", "8x8x", "8x24gigs"):
         with pytest.raises(InputError, match="write how many and what"):
             devices_of(text, HERE)

@@ -28,7 +28,7 @@ import yaml
 from memfit import strict, yaml_reader
 from memfit.errors import BudgetError, ConfigError, InputError
 from memfit.hardware.machine import Machine, known_machine
-from memfit.hardware.network import assumed_between, assumed_inside, devices_of
+from memfit.hardware.network import assumed_between, assumed_inside, devices_of, lacks_unit
 from memfit.hardware.topology import Nodes, PeerLink, Topology, Wire
 from memfit.units import parse_bytes
 
@@ -184,7 +184,7 @@ def _machine(entry: DeviceEntry, path: str, here: Machine) -> Machine:
     except InputError as error:
         raise ConfigError(f"{path}.gpu: {error}") from None
     if entry.memory is not None:
-        machine = replace(machine, memory_bytes=_bytes(entry.memory, f"{path}.memory"))
+        machine = replace(machine, memory_bytes=_bytes(entry.memory, f"{path}.memory", "GiB"))
     if entry.speed == 1.0:
         return machine
     return replace(
@@ -226,13 +226,20 @@ def _wire(entry: WireEntry | None, path: str, assumed: Wire) -> Wire:
         return assumed
     if entry.latency is not None and entry.latency < 0:
         raise ConfigError(f"{path}.latency: {entry.latency} is less than 0: give seconds")
-    bandwidth = assumed.bandwidth if entry.bandwidth is None else float(_bytes(entry.bandwidth, f"{path}.bandwidth"))
+    bandwidth = (
+        assumed.bandwidth if entry.bandwidth is None else float(_bytes(entry.bandwidth, f"{path}.bandwidth", "GB"))
+    )
     return Wire(bandwidth, assumed.latency_seconds if entry.latency is None else entry.latency)
 
 
-def _bytes(said: str | int, path: str) -> int:
+def _bytes(said: str | int, path: str, unit: str) -> int:
+    said = said.removesuffix("/s") if isinstance(said, str) else said
+    if lacks_unit(said):
+        raise ConfigError(
+            f"{path}: {said} without a unit counts bytes, which is too few: write the unit along, as in {said}{unit}"
+        )
     try:
-        return parse_bytes(said.removesuffix("/s") if isinstance(said, str) else said)
+        return parse_bytes(said)
     except BudgetError as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -56,11 +56,11 @@ def devices_of(text: str | int, here: Machine) -> Topology:
         machine = _named(text, what, here)
     inside = assumed_inside(machine)
     if form[4] is not None:
-        inside = replace(inside, bandwidth=float(parse_bytes(form[4])))
+        inside = replace(inside, bandwidth=_rate(text, form[4]))
     if form[1] is not None:
         between = assumed_between(number)
         if form[5] is not None:
-            between = replace(between, bandwidth=float(parse_bytes(form[5])))
+            between = replace(between, bandwidth=_rate(text, form[5]))
         sizes = (number,) * int(form[1])
         return Topology((machine,) * sum(sizes), nodes=Nodes(sizes, inside, between))
     ring = ((n, (n + 1) % number) for n in range(number if number > 2 else number - 1))
@@ -90,9 +90,23 @@ def _named(text: str | int, what: str, here: Machine) -> Machine:
         found = replace(here, memory_bytes=parse_bytes(what))
     except BudgetError:
         raise _of_no_form(text) from None
-    if what.isdecimal() and found.memory_bytes < _LEAST_BYTES:
+    if lacks_unit(what):
         raise InputError(f'devices={text!r} names devices of {what} bytes: write the unit along, as in "4x24GiB"')
     return found
+
+
+def _rate(text: str | int, said: str) -> float:
+    """Bytes a second of a link."""
+    if lacks_unit(said):
+        raise InputError(
+            f'devices={text!r} names a link of {said} bytes a second: write the unit along, as in "@50GB/s"'
+        )
+    return float(parse_bytes(said))
+
+
+def lacks_unit(said: str | int) -> bool:
+    """Whether it is a number alone, and of bytes so few that its unit was left out."""
+    return str(said).strip().isdecimal() and int(said) < _LEAST_BYTES
 
 
 def assumed_inside(machine: Machine) -> Wire:

@@ -19,10 +19,11 @@ from memfit.engine.engine import Engine
 from memfit.errors import BatchError, EngineError, InfeasibleError, InputError, MemfitError
 from memfit.planning import PlansAgain, origin_of
 from memfit.progress import Progress, tell
-from memfit.rehearsal import REPAIR_ROUNDS, less_by, no_smaller_plan, rehearse, repaired, still_above
+from memfit.rehearsal import REPAIR_ROUNDS, less_by, no_smaller_plan, rehearse, repaired, run_alike, still_above
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.collectives import backends_for
 from memfit.sharding.process_exit import leave_group_at_exit
+from memfit.sharding.same_step import FirstLoss
 from memfit.sharding.ways import follow_device
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
@@ -294,7 +295,14 @@ def _rehearsed(
     known = None if planning is None else planning.as_captured(made)
     for number in range(1, REPAIR_ROUNDS + 1):
         tell(progress, "rehearsing one step", 0.0)
-        rehearsal = rehearse(engine, sample, loader_batches)
+        if number == 1:
+            assert engine.sharded is not None
+            engine.loss_by = loss = FirstLoss(engine.sharded.gathered())
+            rehearsal = rehearse(engine, sample, loader_batches)
+            engine.loss_by = None
+            _check_same_loss(engine, sample, agreement, loss.digest, loader_batches)
+        else:
+            rehearsal = rehearse(engine, sample, loader_batches)
         own = MeasuredRank(rehearsal.predicted_peak_bytes, rehearsal.measured_peak_bytes, rehearsal.waiting)
         engine.rehearsal = replace(rehearsal, rounds=number, ranks=tuple(agreement.of_all(own)))
         peaks = [rank.measured_peak_bytes or 0 for rank in engine.rehearsal.ranks]
@@ -314,6 +322,36 @@ def _rehearsed(
             raise error
         assert smaller is not None, "one of the two"
         engine.replace_plan(repaired(made, smaller, most - budget_bytes, target))
+
+
+def _check_same_loss(engine: Engine, sample: Batch, agreement: Agreement, digest: str, loader_batches: int) -> None:
+    """Check that all ranks compute their loss by the same operations: where those of their own samples differ, each takes a step with rank 0's.
+
+    Args:
+        engine, sample: of this rank.
+        agreement: of all ranks.
+        digest: of this rank's loss of its own sample.
+        loader_batches: as for `rehearse`.
+
+    Raises:
+        InputError: they do not; on all ranks.
+    """
+    if len(set(agreement.of_all(digest))) == 1:
+        return
+    own = batches.leaves(sample)
+    sent = agreement.told([leaf.detach().cpu() for leaf in own] if agreement.rank == 0 else None)
+    if agreement.first(concerned=len(own) != len(sent)) is not None:
+        return  # samples that are put together otherwise may be computed otherwise
+    assert engine.sharded is not None
+    loss = FirstLoss(engine.sharded.gathered())
+    run_alike(engine, _with(sample, sent), loader_batches, loss)
+    digests = agreement.of_all(loss.digest)
+    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if other is not None:
+        raise InputError(
+            f"rank {other} computes the loss of rank 0's sample by other operations than rank 0 does, and a mixture of both would be trained: have all ranks "
+            "run the same code, with the same model and the same loss function"
+        )
 
 
 def _smaller(

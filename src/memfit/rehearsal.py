@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -26,7 +28,7 @@ from memfit.step.buffers import as_large_as
 from memfit.step.guard import Guard, Trained
 from memfit.step.held_tensors import model_tensors
 from memfit.step.optimizer_state import set_optimizer
-from memfit.step.program import own_optimizer, state_tensors
+from memfit.step.program import LossBy, own_optimizer, state_tensors
 from memfit.units import format_budget, format_bytes
 from memfit.values.plan import Plan
 from memfit.values.report import Rehearsal, StepRecord
@@ -50,25 +52,7 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1, *, held: bo
     Raises:
         SnapshotError: the copy on disk could not be written; nothing was run.
     """
-    # Streamed layers are offloaded, and the stream puts them back by itself.
-    kept = engine.stream.resident if engine.stream is not None else list(engine.model.parameters())
-    kept = kept if engine.sharded is None else engine.sharded.parameters()
-    attributes = Attributes([*engine.model.modules(), *held_by(engine.loss_fn)])
-    written = {
-        id(t): t for module in attributes.modules for t in (*module.buffers(), *model_tensors(module, hidden=False))
-    }
-    written |= {id(p): p for p in hidden_to_copy(engine.model, engine.loss_fn)}
-    optimizer = own_optimizer(engine.optimizer)
-    noted = _noted_by(optimizer, kept)
-    written |= {id(t): t for t in _tensors_in(noted, optimizer)}
-    with ExitStack() as stack:
-        stack.enter_context(_copied_to_disk([*kept, *written.values()], optimizer))
-        stack.enter_context(_unchanged(engine, attributes.modules))
-        stack.callback(attributes.put_back)
-        stack.callback(noted.put_back)
-        stack.callback(besides_modules(engine.loss_fn).put_back)
-        if engine.stream is not None:
-            stack.enter_context(engine.stream.undone())
+    with _all_put_back(engine):
         first = _step_taken(engine, sample, loader_batches, held=held, meter=True)
         reading_first = engine.reading
         record = _step_taken(engine, sample, loader_batches, held=held, meter=True)
@@ -92,6 +76,21 @@ def rehearse(engine: Engine, sample: Batch, loader_batches: int = 1, *, held: bo
         () if reading is None else _curve(reading.base_bytes, reading.changes),
         waiting=record.waiting,
     )
+
+
+def run_alike(engine: Engine, sample: Batch, loader_batches: int, loss_by: LossBy) -> None:
+    """Two steps that draw the same random numbers wherever this is called, the second with `loss_by`; everything is restored.
+
+    The first one builds what is built once (a table of positions), which may be there on some ranks alone. Arguments and errors as for `rehearse`.
+    """
+    with _all_put_back(engine):
+        for way in (None, loss_by):
+            engine.loss_by = way
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)  # noqa: NPY002 - models draw from the global one
+            _step_taken(engine, sample, loader_batches, held=True)
+    engine.loss_by = None
 
 
 def rehearsed(
@@ -196,6 +195,31 @@ def no_smaller_plan(
         remedies=remedies,
         weighed=error.weighed,
     )
+
+
+@contextmanager
+def _all_put_back(engine: Engine) -> Iterator[None]:
+    """What steps change inside is after the block as it was before; raises what `rehearse` does."""
+    # Streamed layers are offloaded, and the stream puts them back by itself.
+    kept = engine.stream.resident if engine.stream is not None else list(engine.model.parameters())
+    kept = kept if engine.sharded is None else engine.sharded.parameters()
+    attributes = Attributes([*engine.model.modules(), *held_by(engine.loss_fn)])
+    written = {
+        id(t): t for module in attributes.modules for t in (*module.buffers(), *model_tensors(module, hidden=False))
+    }
+    written |= {id(p): p for p in hidden_to_copy(engine.model, engine.loss_fn)}
+    optimizer = own_optimizer(engine.optimizer)
+    noted = _noted_by(optimizer, kept)
+    written |= {id(t): t for t in _tensors_in(noted, optimizer)}
+    with ExitStack() as stack:
+        stack.enter_context(_copied_to_disk([*kept, *written.values()], optimizer))
+        stack.enter_context(_unchanged(engine, attributes.modules))
+        stack.callback(attributes.put_back)
+        stack.callback(noted.put_back)
+        stack.callback(besides_modules(engine.loss_fn).put_back)
+        if engine.stream is not None:
+            stack.enter_context(engine.stream.undone())
+        yield
 
 
 def _noted_by(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> Attributes:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 import memfit
 import memfit.ranks
 import small
+from memfit import rehearsal
 from memfit.cli.main import main
 from memfit.rehearsal import rehearse
 from memfit.sharding.pipelined import PipelinedModel
@@ -323,3 +325,57 @@ def padded_elsewhere(rank: int, way: str, budget: int) -> tuple[list[float], lis
     torch.distributed.destroy_process_group()
     left = sum(len(record.divergences) + len(record.begun_anew) for record in records)
     return [record.loss for record in records], peaks, left
+
+
+class Scaled(torch.nn.Module):
+    """A linear layer, a factor by an attribute, and perhaps one more operation."""
+
+    def __init__(self, factor: float = 1.0, *, longer: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(32, 32)
+        self.factor, self.longer = factor, longer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) * self.factor
+        return x.tanh() if self.longer else x
+
+
+def logged(model: Any, batch: Any) -> torch.Tensor:
+    """The loss, beside which something is computed of the outputs that it does not need."""
+    x, y = batch
+    found = model(x)
+    (found.flatten() > 0).float().mean().item()
+    return torch.nn.functional.mse_loss(found, y)
+
+
+def absolute(model: Any, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return torch.nn.functional.l1_loss(model(x), y)
+
+
+# By name what the last rank has in place of the model and the loss of the others.
+OTHER_CODE: dict[str, tuple[Callable[[], torch.nn.Module], Any]] = {
+    "an operation more": (lambda: Scaled(longer=True), small.squared_error),
+    "another factor": (lambda: Scaled(2.0), small.squared_error),
+    "another loss": (Scaled, absolute),
+    "a line of a log": (Scaled, logged),
+}
+
+
+def by_other_code(rank: int, cases: Sequence[tuple[str, str]]) -> tuple[list[str], int]:
+    """For each way and kind of other code what is said of a fit, "" where it has worked; and how often all ranks had to look at one sample."""
+    said = []
+    looked = mock.patch("memfit.ranks.run_alike", wraps=rehearsal.run_alike).start()
+    for way, kind in cases:
+        make, loss_fn = OTHER_CODE[kind] if rank else (Scaled, small.squared_error)
+        own = steps.part_of(small.rows(16), rank, 2)
+        fixed = {"sharding": way, "micro_batches": 1}
+        try:
+            engine = memfit.fit(make(), own, loss_fn, "1MiB", steps.sgd, devices=2, fixed=fixed)
+            engine.step(own)
+            said.append("")
+        except memfit.InputError as error:
+            said.append(str(error))
+    torch.distributed.destroy_process_group()
+    return said, looked.call_count

@@ -42,7 +42,7 @@ from memfit.step.guard import Deciding
 from memfit.step.held_tensors import loss_tensors, model_tensors
 from memfit.step.modules import forget_modules, has_gradients, remembering_modules
 from memfit.step.other_kernels import CompileWatch
-from memfit.step.program import StepProgram, held_by_optimizer, state_tensors
+from memfit.step.program import LossBy, StepProgram, held_by_optimizer, state_tensors
 from memfit.storage.tiers import nearest_tier
 from memfit.streaming.stream import LayerStream
 from memfit.techniques.autocast.precision import Scaling
@@ -85,6 +85,7 @@ class Engine:
         scaling: of the gradients, under a plan in fp16; None otherwise.
         schedule: its `step` is called after each optimizer step that is taken, not after a skipped one; None where the training loop calls it.
         backward_by: called with the loss in place of `loss.backward()`, as Fabric's; None for the loss's own.
+        loss_by: as for `StepProgram`.
         fabric_model: the model as Fabric wrapped it, for saving and evaluating; None without Fabric.
     """
 
@@ -115,6 +116,7 @@ class Engine:
         self.scaling: Scaling | None = None
         self.schedule: LearningRateSchedule | None = None
         self.backward_by: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
+        self.loss_by: LossBy | None = None
         self.fabric_model: nn.Module | None = None
         self.rehearsal: Rehearsal | None = None
         self.frontier: tuple[FrontierPoint, ...] = ()
@@ -433,7 +435,7 @@ class Engine:
     def _program(self, plan: Plan) -> StepProgram:
         how = (self.model, self.loss_fn, self.optimizer, plan.clip_norm, plan.choices, self.scaling)
         backward = torch.Tensor.backward if self.backward_by is None else self.backward_by
-        return StepProgram(*how, backward, self.sharded)
+        return StepProgram(*how, backward, self.sharded, self.loss_by)
 
     def _step(self, plan: Plan, batch: Batch, told: Told | None, watch: PathWatch | None = None) -> None:
         if self._pipelined is not None:

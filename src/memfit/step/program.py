@@ -25,6 +25,7 @@ from memfit.techniques.freezing.freeze import unforced
 from memfit.techniques.update_in_backward import updating as in_backward
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+LossBy = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def default_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -66,6 +67,7 @@ class StepProgram:
         scaling: of the gradients; needed where `choices` say fp16 and there is an optimizer.
         backward: called with the loss and the gradient it begins with (None for one) in place of the loss's own backward.
         sharded: the model as one of several ranks has it; None on one device.
+        loss_by: called with what gives the loss of a micro-batch, in place of calling that; None to call it.
     """
 
     model: torch.nn.Module
@@ -76,6 +78,7 @@ class StepProgram:
     scaling: Scaling | None = None
     backward: Callable[[torch.Tensor, torch.Tensor | None], object] = torch.Tensor.backward
     sharded: ShardedModel | None = None
+    loss_by: LossBy | None = None
 
     @contextmanager
     def as_chosen(self) -> Iterator[None]:
@@ -87,6 +90,8 @@ class StepProgram:
         """The scalar loss of a micro-batch, as `choices` say it is computed."""
         with self.as_chosen():
             forget_modules()
+            if self.loss_by is not None:
+                return self.loss_by(lambda: loss_of(self.model, batch, self.loss_fn))
             return loss_of(self.model, batch, self.loss_fn)
 
     def forward_backward(

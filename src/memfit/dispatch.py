@@ -230,10 +230,10 @@ def is_sized_by_values(func: OpOverload, args: Sequence[Any]) -> bool:
         return True
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
-    return func is not aten.index.Tensor or any(t.dtype in _MASKS for t in tensors_in(args[1]))
+    return func is not aten.index.Tensor or any(t.dtype in MASKS for t in tensors_in(args[1]))
 
 
-_MASKS: Final = frozenset({torch.bool, torch.uint8})
+MASKS: Final = frozenset({torch.bool, torch.uint8})
 
 
 def is_rerunnable(

@@ -169,6 +169,7 @@ def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
         (["python:os:getcwd", "--gpu", "4090"], "python:os:getcwd returned str: a model is needed"),
         (["{image}", "--gpu", "4090"], "describes a vit model, which takes more than tokens"),
         (["{speech}", "--gpu", "4090"], "cannot make a seq2seq-lm model of"),
+        (["{ctc}", "--gpu", "4090"], "describes a wav2vec2 model, which takes more than tokens: write a function"),
         (["{broken}", "--gpu", "4090"], "is no configuration that transformers"),
         (["{folder}", "--gpu", "4x4091"], "no device called '4091' is known; did you mean rtx4090"),
         (["{folder}", "--gpu", "4x24GiB"], "no device called '24GiB' is known"),
@@ -192,7 +193,19 @@ def test_what_cannot_be_estimated_is_said_in_a_sentence(
     (speech / "config.json").write_text('{"model_type": "whisper"}', encoding="utf-8")
     cpus = folder.parent / "machines.yaml"
     cpus.write_text("devices: [{name: small, memory: 1GiB, number: 2}]", encoding="utf-8")
-    named: dict[str, Any] = {"folder": folder, "image": image, "broken": broken, "speech": speech, "cpus": cpus}
+    ctc = folder.parent / "ctc"
+    ctc.mkdir()
+    (ctc / "config.json").write_text(
+        '{"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}', encoding="utf-8"
+    )
+    named: dict[str, Any] = {
+        "folder": folder,
+        "image": image,
+        "broken": broken,
+        "speech": speech,
+        "ctc": ctc,
+        "cpus": cpus,
+    }
     ran = Ran(capsys, "estimate", *(argument.format(**named) for argument in arguments))
     assert ran.status in (2, 3)
     assert message in ran.err

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit import dispatch
 
@@ -24,6 +25,8 @@ DEVICE: Final = torch.ops.prim.device.default  # which autograd asks of every gr
 
 _aten: Final = torch.ops.aten
 _GROUPED: Final = (torch.float32, torch.float16, torch.bfloat16)  # that the kernels of grouped products take
+_CTC_LOSSES: Final = (_aten._ctc_loss.Tensor, _aten._ctc_loss.default)
+_CTC_LOSS_BACKWARDS: Final = (_aten._ctc_loss_backward.Tensor, _aten._ctc_loss_backward.default)
 # Views whose offset is no constant distance from that of their argument.
 _OTHER_OFFSETS: Final = frozenset({_aten.as_strided.default, _aten.view.dtype})
 _BY_VALUES: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -99,6 +102,12 @@ def _worked_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     """By the modes that are on, laid out as the kernel does it: torch's fake one has the layout of the gradient (that of a mean over tokens is transposed)."""
     if func is _aten._grouped_mm.default and args[0].dtype in _GROUPED and args[0].dtype is args[1].dtype:
         return _grouped_product(*args, **kwargs)
+    if func in _CTC_LOSSES and not isinstance(args[3], FakeTensor):
+        return _ctc_losses(args[0], args[3])
+    if func in _CTC_LOSS_BACKWARDS:
+        return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+    if func is _aten.index.Tensor:
+        args = args[0], _without_masks(args[1])
     result = func(*args, **kwargs)
     if func is _aten.native_layer_norm_backward.default and result[0] is not None:
         return result[0].contiguous(), *result[1:]
@@ -122,6 +131,31 @@ def _grouped_product(
         return torch.empty_strided((rows, columns), (padded, 1), dtype=dtype, device=left.device)
     groups = left.shape[0] if offs is None else offs.shape[0]
     return torch.empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype, device=left.device)
+
+
+def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Masks that are real as the positions that they choose: how many these are is known, and the fake mode would ask a copy of them."""
+    found: list[torch.Tensor | None] = []
+    for each in indices:
+        if each is None or isinstance(each, FakeTensor) or each.dtype not in dispatch.MASKS:
+            found.append(each)
+            continue
+        with _disable_current_modes():
+            found += each.nonzero(as_tuple=True)
+    return found
+
+
+def _ctc_losses(log_probs: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each sample its loss, and what backward goes on from: at each moment the blanks and labels of the longest target. Torch has no fake kernel.
+
+    Args:
+        log_probs: [moments, samples, classes].
+        lengths: of the targets, by sample.
+    """
+    moments, samples, _ = log_probs.shape
+    with _disable_current_modes():
+        longest = max(lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths, default=0)
+    return log_probs.new_empty(samples), log_probs.new_empty((samples, moments, 2 * longest + 1))
 
 
 @cache

@@ -137,7 +137,7 @@ def _of_configuration(path: Path, task: str | None, title: str) -> Named:
     refuse_attention(config._attn_implementation)  # noqa: SLF001 - transformers has no other name for it
     language = of_text(config)
     words = getattr(language, "vocab_size", None)
-    if not isinstance(words, int) or (language is not config and not _writes(config)):
+    if not isinstance(words, int) or (not _writes(config) if language is not config else _takes_no_tokens(config)):
         raise InputError(
             f"{folder / 'config.json'} describes a {config.model_type} model, which takes more than tokens: write a function that builds it and one that "
             "returns data, and name them with python:package.module:function and --data package.module:function"
@@ -192,6 +192,14 @@ def _of_configuration(path: Path, task: str | None, title: str) -> Named:
         disk_bytes=sum(file.stat().st_size for file in files),
         text_alone=not whole,
     )
+
+
+def _takes_no_tokens(config: Any) -> bool:
+    """Whether the architecture that the configuration names takes something else (sound, images)."""
+    import transformers
+
+    kinds = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    return any(getattr(kind, "main_input_name", "input_ids") != "input_ids" for kind in kinds)
 
 
 def _writes(config: Any) -> bool:

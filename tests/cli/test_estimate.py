@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from cli.commands import Ran
+from memfit.estimating.methods import least_bytes, method_of
 from memfit.units import format_bytes
 
 pytestmark = [
@@ -325,6 +327,16 @@ def test_a_forward_of_too_many_operations_is_told_at_once(
     assert shorter is not None
     assert 8 < int(shorter[1]) < 64
     assert "weights, gradients and optimizer state alone take" in ran.err
+
+
+def test_a_subclass_of_linear_counts_in_16_bits() -> None:
+    """Falcon's layers stay so, and what a step holds at the least was told as if they were packed."""
+
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), Own(64, 64, bias=False))
+    assert least_bytes(model, method_of("qlora", bf16=True)) == 64 * 64 * 33 // 64 + 2 * 64 * 64
 
 
 @pytest.mark.parametrize("experts", [4, 64])

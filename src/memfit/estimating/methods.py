@@ -126,5 +126,6 @@ def least_bytes(model: nn.Module, method: Method) -> int:
     numbers = sum(p.numel() for p in model.parameters())
     if not method.adapters:
         return numbers * 4 * 4
-    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    # A subclass (Falcon's) stays in 16 bits, as in transformers' `replace_with_bnb_linear`.
+    linear = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
     return 2 * (numbers - linear) + (linear * 33 // 64 if method.settings else 2 * linear)

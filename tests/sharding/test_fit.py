@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import memfit
 import memfit.ranks
 import small
 from memfit.capture.process_group import fake_mesh
+from memfit.engine.engine import Engine
 from memfit.ranks import join_group
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.ways import follow_device
@@ -200,6 +202,12 @@ def test_a_rank_whose_code_is_another_one_is_named_on_all() -> None:
     for said, (_, kind) in zip(all_said, cases, strict=True):
         told = "rank 1 computes the loss of rank 0's sample by other operations than rank 0 does, and a mixture"
         assert said.startswith(told) if kind != "a line of a log" else not said
+
+
+def test_what_a_stage_cannot_run_is_told_with_a_way_that_can() -> None:
+    """A loop of `engine.accumulate` as Accelerate's users write it, for which the fastest plan was a pipeline."""
+    with pytest.raises(memfit.InputError, match=r'engine\.step does; or share .* fixed=\{"sharding": "data"\}'):
+        Engine._refuse_stages(SimpleNamespace(_pipelined=object()), "engine.accumulate")  # type: ignore[arg-type]  # all that is asked
 
 
 def test_ranks_are_not_told_to_hand_over_an_iterator_which_they_cannot() -> None:

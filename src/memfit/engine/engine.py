@@ -378,7 +378,8 @@ class Engine:
     def _refuse_stages(self, what: str) -> None:
         if self._pipelined is not None:
             raise InputError(
-                f"this rank has a stage of the model, whose micro-batches go from rank to rank: {what} does not run them, engine.step does"
+                f"this rank has a stage of the model, whose micro-batches go from rank to rank: {what} does not run them, engine.step does; or share the step "
+                'out with the whole model on each rank, fixed={"sharding": "data"} or "zero1"'
             )
 
     def _check_held(self, count: int, tensors: Sequence[torch.Tensor]) -> None:

@@ -92,7 +92,10 @@ class FitToMemory(Adapter, Callback):  # type: ignore[misc]  # lightning is not 
         )  # fmt: skip
 
     def _no_plan(self) -> InputError:
-        return InputError("FitToMemory plans when training starts: there is no plan before trainer.fit")
+        return InputError(
+            "FitToMemory plans when training starts: there is no plan before trainer.fit, and where ranks are processes that end with it (ddp_spawn, ddp_fork, "
+            "ddp_notebook) none after it, so look at it in a callback's on_train_end, or take strategy='ddp'"
+        )
 
     # -- before training -----------------------------------------------------------------------------------------------------
 

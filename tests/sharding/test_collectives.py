@@ -267,6 +267,7 @@ def _told(rank: int, few: int) -> list[Any]:
         agreement.total(rank + 1),
         agreement.largest(rank),
         agreement.losses(rank, finite=rank == 0),
+        agreement.losses(rank, finite=True, lacking=0 if rank else None),
         agreement.first(concerned=rank == 1),
         agreement.first(concerned=False),
         str(agreement.mean(math.nan if rank else 0.0)),
@@ -277,7 +278,7 @@ def _told(rank: int, few: int) -> list[Any]:
 @pytest.mark.parametrize("few", [1, 2])
 def test_numbers_that_ranks_tell_arrive_as_they_are_as_messages_to_each_and_in_one_collective(few: int) -> None:
     rows = [[0.0, 2.0**53, 0.1], [1.0, 2.0**53 - 1, 0.1]]
-    told = [rows, [[1, 2**40], [2, 2**40 + 1]], 3, 1, (0.0, 1), 1, None, "nan", 0.5]
+    told = [rows, [[1, 2**40], [2, 2**40 + 1]], 3, 1, (0.0, (1, None)), (0.5, (1, 0)), 1, None, "nan", 0.5]
     assert on_ranks(2, _told, few) == [told] * 2
 
 

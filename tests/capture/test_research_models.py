@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS: dict[str, Callable[[], Built]] = {
     "attention scaled by a number": research.scaled_attention_gpt,
     "numbers that autograd keeps": research.numbers_kept,
+    "numbers in a graph that is retained": research.numbers_retained,
     "numbers that autograd keeps as they are": research.numbers_not_kept,
     "aggregation over a graph": research.aggregates,
     "adjoint solver": research.adjoint_solver,

@@ -101,6 +101,48 @@ def numbers_kept() -> Built:
     return NumbersKept(16), (torch.randn(32, 16), torch.randn(32, 16)), squared_error
 
 
+class Recomputed(Function):
+    """What a layer makes is forgotten and made anew in backward, in a graph that the first walk through it leaves as it is (Gomez et al., 2017)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        """(batch, hidden) to the same shape."""
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        y: Tensor = layer(x) * 0.5
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        """Gradients of the input; those of the layer are added to its parameters."""
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x) * 0.5
+        torch.autograd.backward(y, gradients[0], retain_graph=True)
+        assert x.grad is not None
+        return x.grad + (x * y).detach(), None
+
+
+class NumbersRetained(nn.Module):
+    """Products with numbers in a graph that is gone through and kept: their numbers stay."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, hidden) to the same shape."""
+        y: Tensor = self.second(Recomputed.apply(self.first(x), self.second))
+        return y
+
+
+def numbers_retained() -> Built:
+    """One layer pair, of which the second is run in a function of its own besides."""
+    torch.manual_seed(0)
+    return NumbersRetained(16), (torch.randn(32, 16), torch.randn(32, 16)), squared_error
+
+
 class NumbersNotKept(nn.Module):
     """Numbers that torch multiplies by in C++: the scale of attention with dropout, which a CPU computes by formulas, and a product by name."""
 

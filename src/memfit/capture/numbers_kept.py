@@ -81,7 +81,9 @@ class NumbersKept:
             node.metadata[_MARK] = _Kept(life, self._lifetimes)
 
     def ran_in(self, node: Any, event: int) -> None:
-        """An operation of backward ran as this event in a node of the graph, which lets go of its number when it is done."""
+        """An operation of backward ran as this event in a node of the graph, which lets go of its number when it is done, unless the graph is retained."""
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return
         kept = (
             node.metadata.get(_MARK)
             if node is not None and not isinstance(node, torch.autograd.function.FunctionCtx)

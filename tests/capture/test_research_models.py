@@ -11,7 +11,12 @@ import small
 from models import Built, research
 from models.outcome import measured_peak, outcome_of, plans_between
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Where these are errors, what would warn on fake tensors is captured on real ones.
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 MODELS: dict[str, Callable[[], Built]] = {
     "attention scaled by a number": research.scaled_attention_gpt,
@@ -21,6 +26,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "aggregation over a graph": research.aggregates,
     "adjoint solver": research.adjoint_solver,
     "chosen by masks": research.chosen_by_masks,
+    "learning by a copy": research.learns_by_a_copy,
     "deep supervision": research.deeply_supervised,
 }
 

@@ -5,6 +5,7 @@ They are small: a plan takes about a second. What each is for stands with its cl
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
 from typing import Any
@@ -141,6 +142,26 @@ def numbers_retained() -> Built:
     """One layer pair, of which the second is run in a function of its own besides."""
     torch.manual_seed(0)
     return NumbersRetained(16), (torch.randn(32, 16), torch.randn(32, 16)), squared_error
+
+
+def by_a_copy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A copy takes a step on one half of the batch, and the model learns from the other half what that has given (Nichol et al., 2018)."""
+    x, target = batch
+    copied = copy.deepcopy(model)
+    parameters = list(copied.parameters())
+    gradients = torch.autograd.grad(functional.mse_loss(copied(x[::2]), target[::2]), parameters)
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.sub_(gradient, alpha=0.1)
+        aim = copied(x[1::2])
+    return functional.mse_loss(model(x[1::2]), aim)
+
+
+def learns_by_a_copy() -> Built:
+    """Layers that the loss function copies."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    return model, (torch.randn(64, 16), torch.randn(64, 16)), by_a_copy
 
 
 class NumbersNotKept(nn.Module):

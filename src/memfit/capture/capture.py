@@ -22,6 +22,7 @@ from memfit import batches, dispatch
 from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.cuda.kernels import CudaKernels
+from memfit.capture.deep_copies import copied_as_parameters
 from memfit.capture.index_bounds import indices_checked
 from memfit.capture.isolation import (
     batch_kept,
@@ -144,6 +145,7 @@ def on_fakes(
         batch_kept(source.sample),
         hidden_kept(source.model, source.loss_fn),
         lent(source.model, fake, source.loss_fn),
+        copied_as_parameters(),
         mode,
         KnownResults(),
         cuda_kernels,

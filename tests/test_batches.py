@@ -301,3 +301,15 @@ def test_a_loss_that_trains_nothing_is_refused() -> None:
     model = Answers(lambda t: t.detach())
     with pytest.raises(InputError, match="does not depend on any trainable parameter"):
         batches.loss_of(model, torch.ones(2), None)
+
+
+def test_of_many_entries_a_refusal_names_those_that_differ() -> None:
+    planned = {"graphs": [torch.zeros(5, 2) for _ in range(40)], "y": torch.zeros(40)}
+    larger = {**planned, "graphs": [torch.zeros(6 if n == 7 else 5, 2) for n in range(40)]}
+    told = str(batches.larger_than_planned(batches.signature(larger), batches.signature(planned)))
+    assert "the batch is [graphs.7 float32[6, 2], and 40 more]" in told
+    assert "batches up to [graphs.7 float32[5, 2], and 40 more]" in told
+    other = {**planned, "graphs": [*planned["graphs"][:-1], {"left": 3, "right": 4}]}
+    told = str(batches.larger_than_planned(batches.signature(other), batches.signature(planned)))
+    assert "the batch is [graphs.39.left int, graphs.39.right int, and 40 more]" in told
+    assert "another form, [graphs.39 float32[5, 2], and 40 more]" in told

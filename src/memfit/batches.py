@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import UserDict
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from functools import cache
@@ -309,17 +310,20 @@ def signature_bytes(text: str) -> int:
     return sum(math.prod(shape) * int(getattr(torch, kind).itemsize) for kind, shape in shapes)
 
 
+_BETWEEN_ENTRIES: Final = re.compile(r", (?=[^\]]*(?:\[|$))")  # commas that stand in no shape
+
+
 def parse_signature(text: str) -> list[tuple[str, str, tuple[int, ...] | None]]:
     """(name, dtype, shape) for each leaf of a signature; shape is None for leaves that are not tensors."""
     out: list[tuple[str, str, tuple[int, ...] | None]] = []
-    for part in text.replace("], ", "]\n").split("\n"):
-        for item in [part] if "[" in part else part.split(", "):
-            name, _, kind = item.rpartition(" ") if "[" not in item else item.partition("[")[0].rpartition(" ")
-            if "[" in item:
-                dims = item.partition("[")[2].rstrip("]")
-                out.append((name, kind, tuple(int(d) for d in dims.split(",") if d.strip())))
-            else:
-                out.append((name, kind, None))
+    for item in _BETWEEN_ENTRIES.split(text):
+        if "[" in item:
+            named, _, dims = item.partition("[")
+            name, _, kind = named.rpartition(" ")
+            out.append((name, kind, tuple(int(d) for d in dims.rstrip("]").split(",") if d.strip())))
+        else:
+            name, _, kind = item.rpartition(" ")
+            out.append((name, kind, None))
     return out
 
 
@@ -335,6 +339,20 @@ def fits_within(batch_signature: str, planned_signature: str) -> bool:
 def _form(leaves: Sequence[tuple[str, str, tuple[int, ...] | None]]) -> list[tuple[str, str, int | None]]:
     """Of a parsed signature: names, dtypes and numbers of dimensions."""
     return [(name, kind, None if shape is None else len(shape)) for name, kind, shape in leaves]
+
+
+_MOST_TOLD: Final = 8  # entries of a batch that a message names
+
+
+def _told(batch_signature: str, other: str) -> str:
+    """A signature as messages have it: of many entries, those that stand otherwise in the other one, or not at all."""
+    entries = parse_signature(batch_signature)
+    if len(entries) <= _MOST_TOLD:
+        return batch_signature
+    known = set(parse_signature(other))
+    told = ([each for each in entries if each not in known] or entries)[:_MOST_TOLD]
+    named = (f"{name} {kind}{'' if shape is None else list(shape)}" for name, kind, shape in told)
+    return f"{', '.join(named)}, and {len(entries) - len(told)} more"
 
 
 LARGEST_SHAPE: Final = "plan again with a sample of the largest shape that will come"
@@ -353,14 +371,15 @@ def larger_than_planned(
         micro_batch_size: samples that the batch may have, where it is one micro-batch of the planned one.
         again: how its user would plan for larger ones.
     """
+    here, planned = _told(batch_signature, planned_signature), _told(planned_signature, batch_signature)
     if _form(parse_signature(batch_signature)) != _form(parse_signature(planned_signature)):
         return BatchError(
-            f"the batch is [{batch_signature}], the plan is for batches of another form, [{planned_signature}] (entries, dtypes, dimensions): give them as the "
+            f"the batch is [{here}], the plan is for batches of another form, [{planned}] (entries, dtypes, dimensions): give them as the "
             "sample was, or plan again with one of these; it has not run"
         )
     of = "" if micro_batch_size is None else f" in micro-batches of {micro_batch_size} samples"
     return BatchError(
-        f"the batch is [{batch_signature}], the plan is for batches up to [{planned_signature}]{of}: {again}, or cut the batch down to it; it has not run"
+        f"the batch is [{here}], the plan is for batches up to [{planned}]{of}: {again}, or cut the batch down to it; it has not run"
     )
 
 

@@ -295,14 +295,12 @@ def _rehearsed(
     known = None if planning is None else planning.as_captured(made)
     for number in range(1, REPAIR_ROUNDS + 1):
         tell(progress, "rehearsing one step", 0.0)
-        if number == 1:
-            assert engine.sharded is not None
-            engine.loss_by = loss = FirstLoss(engine.sharded.gathered())
-            rehearsal = rehearse(engine, sample, loader_batches)
-            engine.loss_by = None
+        assert engine.sharded is not None
+        engine.loss_by = loss = FirstLoss(engine.sharded.gathered()) if number == 1 else None
+        rehearsal = rehearse(engine, sample, loader_batches)
+        engine.loss_by = None
+        if loss is not None:
             _check_same_loss(engine, sample, agreement, loss.digest, loader_batches)
-        else:
-            rehearsal = rehearse(engine, sample, loader_batches)
         own = MeasuredRank(rehearsal.predicted_peak_bytes, rehearsal.measured_peak_bytes, rehearsal.waiting)
         engine.rehearsal = replace(rehearsal, rounds=number, ranks=tuple(agreement.of_all(own)))
         peaks = [rank.measured_peak_bytes or 0 for rank in engine.rehearsal.ranks]

@@ -19,8 +19,8 @@ Call = Literal["engine.state_dict()", "engine.evaluating()"]
 # others than before, and the loss.
 IN_A_STEP: Final = 2
 OF_SHARDS: Final = 1  # more under ZeRO 2 and 3: whether a rank has used no parameter that others may have used
-# Ranks up to which each sends its numbers to every other one. The last one to come finds them there; an all-reduce, which gloo runs in a thread of its own,
-# would take it a millisecond by the clock (docs/design/log.md). Of more ranks that takes fewer messages.
+# Ranks up to which each sends its numbers to every other one. The last one to come waits less than half as long as in an all-reduce, which gloo runs in a
+# thread of its own (docs/design/log.md). Of more ranks an all-reduce takes fewer messages.
 FEW_RANKS: Final = 8
 _MOST: Final = 3  # numbers that a rank tells at once
 _TAG: Final = 7021  # of these messages, beside a pipeline's in the same group

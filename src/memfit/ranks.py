@@ -23,7 +23,7 @@ from memfit.rehearsal import REPAIR_ROUNDS, less_by, no_smaller_plan, rehearse, 
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.collectives import backends_for
 from memfit.sharding.process_exit import leave_group_at_exit
-from memfit.sharding.same_step import FirstLoss
+from memfit.sharding.same_step import FirstLoss, check_same_loss
 from memfit.sharding.ways import follow_device
 from memfit.step.device import device_of
 from memfit.step.program import OptimizerFactory
@@ -343,13 +343,7 @@ def _check_same_loss(engine: Engine, sample: Batch, agreement: Agreement, digest
     assert engine.sharded is not None
     loss = FirstLoss(engine.sharded.gathered())
     run_alike(engine, _with(sample, sent), loader_batches, loss)
-    digests = agreement.of_all(loss.digest)
-    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
-    if other is not None:
-        raise InputError(
-            f"rank {other} computes the loss of rank 0's sample by other operations than rank 0 does, and a mixture of both would be trained: have all ranks "
-            "run the same code, with the same model and the same loss function"
-        )
+    check_same_loss(dict(enumerate(agreement.of_all(loss.digest))))
 
 
 def _smaller(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -28,6 +26,7 @@ from memfit.step.buffers import as_large_as
 from memfit.step.guard import Guard, Trained
 from memfit.step.held_tensors import model_tensors
 from memfit.step.optimizer_state import set_optimizer
+from memfit.step.process_generators import seed_alike
 from memfit.step.program import LossBy, own_optimizer, state_tensors
 from memfit.units import format_budget, format_bytes
 from memfit.values.plan import Plan
@@ -86,9 +85,7 @@ def run_alike(engine: Engine, sample: Batch, loader_batches: int, loss_by: LossB
     with _all_put_back(engine):
         for way in (None, loss_by):
             engine.loss_by = way
-            torch.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)  # noqa: NPY002 - models draw from the global one
+            seed_alike()
             _step_taken(engine, sample, loader_batches, held=True)
     engine.loss_by = None
 

@@ -32,8 +32,10 @@ from memfit.planner.model_parts import part_calls
 from memfit.step.part_calls import PartCalls
 from memfit.step.program import StepProgram
 from memfit.values.stages import Schedule
+from parallel import batch_parts
 from parallel.stage_models import built, rows
 from parallel.stage_processes import run_ranks
+from sharding.ranks import on_ranks
 from sharding.steps import part_of
 
 GPIPE, ONE_ONE, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_FORWARD_ONE_BACKWARD, Schedule.INTERLEAVED
@@ -135,6 +137,17 @@ def _undivided(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], list[f
         program.update()
         program.clear()
     return gradients, {n: p.detach().clone() for n, p in model.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_rank_begins_with_its_own_samples_before_the_others_are_there(*, strided: bool) -> None:
+    """And what it writes into them is not what it has sent. What is not contiguous is copied to be sent, so there all are waited for."""
+    first, second = on_ranks(2, batch_parts.put_together, strided, limit=60.0)
+    whole = torch.arange(20.0).view(5, 4)
+    of_both = whole + 200
+    changed = torch.cat([-of_both[:3], of_both[3:]])
+    assert first == [whole.tolist(), changed.tolist()]
+    assert second == [(whole + 100).tolist(), of_both.tolist()]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -328,17 +328,17 @@ def padded_elsewhere(rank: int, way: str, budget: int) -> tuple[list[float], lis
 
 
 class Scaled(torch.nn.Module):
-    """A linear layer, a factor by an attribute, and perhaps one more operation."""
+    """Two linear layers, between them a factor by an attribute, and perhaps one more operation."""
 
     def __init__(self, factor: float = 1.0, *, longer: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linear = torch.nn.Linear(32, 32)
+        self.first, self.second = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
         self.factor, self.longer = factor, longer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x) * self.factor
-        return x.tanh() if self.longer else x
+        x = self.first(x) * self.factor
+        return self.second(x.tanh() if self.longer else x)
 
 
 def logged(model: Any, batch: Any) -> torch.Tensor:
@@ -370,7 +370,7 @@ def by_other_code(rank: int, cases: Sequence[tuple[str, str]]) -> tuple[list[str
     for way, kind in cases:
         make, loss_fn = OTHER_CODE[kind] if rank else (Scaled, small.squared_error)
         own = steps.part_of(small.rows(16), rank, 2)
-        fixed = {"sharding": way, "micro_batches": 1}
+        fixed = {"sharding": way, "micro_batches": 2 if way == "1f1b/2" else 1}
         try:
             engine = memfit.fit(make(), own, loss_fn, "1MiB", steps.sgd, devices=2, fixed=fixed)
             engine.step(own)

@@ -27,6 +27,7 @@ from memfit.capture.constants import run_recorded
 from memfit.capture.index_bounds import indices_checked
 from memfit.capture.isolation import batch_kept, lent
 from memfit.errors import CaptureError, MemfitError
+from memfit.sharding.same_step import FirstLoss
 from memfit.step.device import device_of
 from memfit.step.generators import forked_generators
 from memfit.step.part_calls import (
@@ -90,8 +91,9 @@ def find_part_calls(
             torch.clear_autocast_cache()  # where a region of the caller's lies around both, the second casts weights anew
             look = _Look(model, sample)
             with around(), look, ValuesRead(look), taken_over(parts_at(model, paths), look.called):
-                loss = batches.loss_of(model, sample, loss_fn)
-            return look.finished(loss)
+                first = FirstLoss(())
+                loss = first(lambda: batches.loss_of(model, sample, loss_fn))
+            return look.finished(loss, first.digest)
     except MemfitError:
         raise
     except Exception as error:
@@ -252,7 +254,7 @@ class _Look(Marks):
     def _why_changed(self, label: Label) -> str:
         return f"what {self._calls[label.call].path} returns is changed in place after it"
 
-    def finished(self, loss: torch.Tensor) -> PartCalls:
+    def finished(self, loss: torch.Tensor, digest: str) -> PartCalls:
         self._checkpoint = None
         self._find_changes(len(self._calls))
         self._needs.append(self.of(loss))
@@ -279,6 +281,7 @@ class _Look(Marks):
             tuple((name, TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else None) for name, leaf in self.batch),
             tuple(reads),
             self._values_read,
+            digest,
         )
 
 

@@ -29,10 +29,12 @@ from memfit.parallel.stage_module import StageModule
 from memfit.parallel.whole_batch import WholeBatch
 from memfit.sharding.agreement import Agreement
 from memfit.sharding.pipelined import AroundForward, Passed, PipelinedModel
+from memfit.sharding.same_step import check_same_loss
 from memfit.sharding.sharded import OptimizerFactory
 from memfit.sharding.state_sharding import sharded_state, something, stepped
 from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
+from memfit.step.process_generators import generators_kept, seed_alike
 from memfit.step.program import non_finite
 from memfit.values.stages import Schedule
 
@@ -236,11 +238,13 @@ class Pipeline(PipelinedModel):
         own = [each for each, pipeline in told if pipeline == self._pipeline_number()]
         self._whole = WholeBatch(self._pipeline, [batches.planned_size(each) for each in own])
         micro_batches = self._split(self._whole.together(batch))
-        calls = self._calls_of(micro_batches[0])
+        self._whole.wait()
+        calls = self._calls_of_all(micro_batches[0])
         counted = batches.counted_leaf(self.division.weights)
         read = [calls.leaves_read(*self._range(stage), counted) for stage in range(len(self.division.ends.ends))]
         # Ranks have looked at one batch, but each at its own model: they send by what all of them have seen.
-        of_ranks = self._among.of_all(read)
+        of_ranks, digests = zip(*self._among.of_all((read, calls.digest)), strict=True)
+        check_same_loss({self._global(rank): digest for rank, digest in enumerate(digests)})
         self._whole.read = [frozenset().union(*of_stage) for of_stage in zip(*of_ranks, strict=True)]
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
         ends = self.division.ends.in_micro_batches(len(micro_batches))
@@ -267,10 +271,27 @@ class Pipeline(PipelinedModel):
             )
         return batches.sliced(batch, [total // number] * number) if number > 1 else [batch]
 
+    def _calls_of_all(self, micro_batch: Batch) -> PartCalls:
+        """As `_calls_of`; where one rank cannot run it, all of them raise."""
+        calls, failed = None, None
+        try:
+            calls = self._calls_of(micro_batch)
+        except MemfitError as error:
+            failed = error
+        first = self._among.first_error(failed)
+        if calls is not None and first is None:
+            return calls
+        if failed is not None:
+            raise failed
+        assert first is not None, "this rank or another one has failed"
+        rank, reason = first
+        raise InputError(f"rank {self._global(rank)} cannot run its stages, so no rank takes the step: {reason}")
+
     def _calls_of(self, micro_batch: Batch) -> PartCalls:
         key = batches.signature(micro_batch), self.model.training
         if key not in self._calls:
-            with self._others.there(), torch.enable_grad():
+            with self._others.there(), torch.enable_grad(), generators_kept():
+                seed_alike()
                 calls = self._look(micro_batch)
             check_calls(calls, self.division)
             self._calls[key] = calls
@@ -295,7 +316,9 @@ class Pipeline(PipelinedModel):
                 n: [self._whole.of_stage(n, each) for each in micro_batches] if len(self._mine) > 1 else micro_batches
                 for n in self._mine
             }
-            loss = running.step(of_stages, weights, around)
+            size = self._whole.samples // len(micro_batches)
+            loss = running.step(of_stages, weights, around, lambda number: self._whole.wait((number + 1) * size))
+            self._whole.wait()
         except BaseException as error:
             self._running = None  # it may have been left half way
             # torch's stages put what a forward raises into a RuntimeError.
@@ -345,6 +368,7 @@ class Pipeline(PipelinedModel):
             return [0] * len(micro_batches)
         if self.division.weights == "samples":  # of which all may be elsewhere
             return [self._whole.samples // len(micro_batches)] * len(micro_batches)
+        self._whole.wait(self._whole.samples)  # they come before the first result of the stage before
         return [batches.counted(each, self.division.weights) for each in micro_batches]
 
     def _nothing_counts(self) -> BatchError:

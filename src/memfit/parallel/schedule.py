@@ -23,6 +23,7 @@ from memfit.values.stages import Schedule
 MESSAGES_ARE_RELEASED: Final = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 Region = Callable[[], AbstractContextManager[object]]
+Arrived = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,26 @@ class _InTurn(nn.Module):
         self._parts: Sequence[Batch] = ()
         self._weights: Sequence[float] = ()
         self._around: AroundForward | None = None
+        self._arrived: Arrived | None = None
         self._next = 0
 
-    def begin(self, parts: Sequence[Batch], weights: Sequence[float], around: AroundForward | None) -> None:
-        self._parts, self._weights, self._around, self._next = parts, weights, around, 0
+    def begin(
+        self,
+        parts: Sequence[Batch],
+        weights: Sequence[float],
+        around: AroundForward | None,
+        arrived: Arrived | None,
+    ) -> None:
+        self._parts, self._weights, self._around, self._arrived, self._next = parts, weights, around, arrived, 0
+
+    def end(self) -> None:
+        """Let go of them."""
+        self.begin((), (), None, None)
+
+    def wait(self) -> None:
+        """Until the next micro-batch is there."""
+        assert self._arrived is not None, "it was begun"
+        self._arrived(self._next)
 
     def forward(self, *received: Tensor) -> Any:
         assert self._around is not None, "it was begun"
@@ -93,7 +110,10 @@ class _TimedStage(PipelineStage):
 
     busy_seconds = 0.0
 
+    submod: _InTurn  # as torch calls it
+
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.submod.wait()
         started = time.perf_counter()
         try:
             return super().forward_one_chunk(*args, **kwargs)
@@ -155,7 +175,11 @@ class Running:
             self._schedule = kind(self._stages[0], ends.micro_batches, **how)
 
     def step(
-        self, micro_batches: Mapping[int, Sequence[Batch]], weights: Sequence[float], around: AroundForward
+        self,
+        micro_batches: Mapping[int, Sequence[Batch]],
+        weights: Sequence[float],
+        around: AroundForward,
+        arrived: Arrived,
     ) -> float:
         """Forward and backward of all micro-batches.
 
@@ -163,12 +187,13 @@ class Running:
             micro_batches: of each stage, by number; as many as the schedule is for.
             weights: what the loss of each counts for.
             around: as for `PipelinedModel.forward_backward`.
+            arrived: waits until a micro-batch is there, by its number.
 
         Returns:
             The sum of the weighted losses, where the last stage is here; else 0.
         """
         for turn, parts in zip(self._in_turn, micro_batches.values(), strict=True):
-            turn.begin(parts, weights, around)
+            turn.begin(parts, weights, around, arrived)
         for stage in self._stages:
             stage.busy_seconds = 0.0
         losses: list[Tensor] = []
@@ -179,7 +204,7 @@ class Running:
         self.seconds = time.perf_counter() - started
         self.busy_seconds = sum(stage.busy_seconds for stage in self._stages)
         for turn in self._in_turn:
-            turn.begin((), (), None)
+            turn.end()
         # The mean of no labels is no number, and counts for nothing.
         return sum(weight * float(loss.detach()) for loss, weight in zip(losses, weights, strict=False) if weight)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -30,6 +32,8 @@ class WholeBatch:
         self._pipeline = pipeline
         self._sizes = sizes
         self._divided: set[int] = set()  # places of tensors that count samples
+        self._starts = [0, *itertools.accumulate(sizes)]  # of each rank's part, the first of its samples
+        self._on_their_way: list[tuple[int, dist.Work | None]] = []  # with the sample before which each has to be there
 
     @property
     def samples(self) -> int:
@@ -39,27 +43,40 @@ class WholeBatch:
     def together(self, batch: Batch) -> Batch:
         """What this rank's stages need of the batch of all ranks, with ELSEWHERE in the place of other tensors. All ranks of the pipeline have to call it.
 
+        Only this rank's own part is there when it returns: `wait` before others are read, and before this rank's part is changed.
+
         Args:
             batch: this rank's part. Tensors without its length in front stay as they are.
         """
         own, ranks = self._sizes[self._pipeline.rank()], frozenset(range(len(self._sizes)))
         leaves, structure = batches.flattened(batch)
         self._divided = {place for place, leaf in enumerate(leaves) if batches.counts_samples(leaf, own)}
-        works: list[dist.Work | None] = []
-        between: list[dist.P2POp] = []
+        self._on_their_way = []
+        copied = not all(leaves[place].is_contiguous() for place in self._divided)
+        between: list[tuple[int, dist.P2POp]] = []
         for place in sorted(self._divided):
             leaf = leaves[place]
             reading = self._readers(place)
-            if reading == ranks:
-                leaves[place] = self._sent_to_all(leaf, works)
-            else:
-                leaves[place] = self._sent_to(reading, leaf, between)
+            leaves[place] = self._sent_to_all(leaf) if reading == ranks else self._sent_to(reading, leaf, between)
         if between:
-            works += dist.batch_isend_irecv(between)
-        for work in works:
-            if work is not None:
-                work.wait()
+            works = dist.batch_isend_irecv([message for _, message in between])
+            # NCCL has one piece of work for all of them.
+            starts = [start for start, _ in between] if len(works) == len(between) else [0] * len(works)
+            self._on_their_way += zip(starts, works, strict=True)
+        if copied:  # for sending, which is in no prediction of what follows
+            self.wait()
         return batches.rebuilt(leaves, structure)
+
+    def wait(self, samples: int | None = None) -> None:
+        """Until so many of the first samples of the whole batch are there; without a number until all are, and all that this rank sends is sent."""
+        end = math.inf if samples is None else samples
+        later: list[tuple[int, dist.Work | None]] = []
+        for start, work in self._on_their_way:
+            if start >= end:
+                later.append((start, work))
+            elif work is not None:
+                work.wait()
+        self._on_their_way = later
 
     def of_stage(self, stage: int, micro_batch: Batch) -> Batch:
         """What one of this rank's stages reads of a micro-batch: it was captured so, and what is made of the rest (a mask, say) is in no prediction."""
@@ -85,24 +102,32 @@ class WholeBatch:
         parts[self._pipeline.rank()].copy_(part)
         return whole, [each.view(torch.uint8) for each in parts]
 
-    def _sent_to_all(self, part: Tensor, works: list[dist.Work | None]) -> Tensor:
+    def _sent_to_all(self, part: Tensor) -> Tensor:
         whole, parts = self._parts(part)
-        works += [
-            dist.broadcast(each, self._global(rank), group=self._pipeline, async_op=True)
-            for rank, each in enumerate(parts)
-        ]
+        # What is sent is the rank's own tensor: a stage may write its copy in the whole while it is on its way.
+        parts[self._pipeline.rank()] = part.contiguous().view(torch.uint8)
+        for rank, each in enumerate(parts):
+            work = dist.broadcast(each, self._global(rank), group=self._pipeline, async_op=True)
+            self._on_their_way.append((self._needed_from(rank), work))
         return whole
 
-    def _sent_to(self, reading: Collection[int], part: Tensor, between: list[dist.P2POp]) -> Any:
+    def _sent_to(self, reading: Collection[int], part: Tensor, between: list[tuple[int, dist.P2POp]]) -> Any:
         mine = self._pipeline.rank()
         whole, parts = self._parts(part) if mine in reading else (ELSEWHERE, [])
-        own = parts[mine] if parts else part.contiguous().view(torch.uint8)
+        own = part.contiguous().view(torch.uint8)
         for rank in range(len(self._sizes)):
             if rank == mine:
                 continue
             # Two ranks come to their messages in one order: by leaf, and of one leaf there is one each way.
             if rank in reading:
-                between.append(dist.P2POp(dist.isend, own, self._global(rank), self._pipeline))
+                between.append(
+                    (self._needed_from(mine), dist.P2POp(dist.isend, own, self._global(rank), self._pipeline))
+                )
             if parts:
-                between.append(dist.P2POp(dist.irecv, parts[rank], self._global(rank), self._pipeline))
+                receive = dist.P2POp(dist.irecv, parts[rank], self._global(rank), self._pipeline)
+                between.append((self._needed_from(rank), receive))
         return whole
+
+    def _needed_from(self, rank: int) -> int:
+        """The sample before which a rank's part has to be there; of this one's, which is only sent, none."""
+        return self.samples if rank == self._pipeline.rank() else self._starts[rank]

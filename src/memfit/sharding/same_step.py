@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit import dispatch
+from memfit.errors import InputError
 
 _SIZE: Final = re.compile(r"SymInt\S* (\w+)")  # an argument that is a size, or several, and differs with the batch
 # What is told of arguments: no devices or generators, which are each rank's own.
@@ -43,6 +44,24 @@ class FirstLoss:
             found = loss()
         self.digest = operations.behind(found)
         return found
+
+
+def check_same_loss(digests: Mapping[int, str]) -> None:
+    """Check that ranks have computed the loss of one batch by the same operations.
+
+    Args:
+        digests: of `FirstLoss`, by rank; the batch is that of the first of them.
+
+    Raises:
+        InputError: they have not.
+    """
+    first, digest = next(iter(digests.items()))
+    other = next((rank for rank, each in digests.items() if each != digest), None)
+    if other is not None:
+        raise InputError(
+            f"rank {other} computes the loss of rank {first}'s sample by other operations than rank {first} does, and a mixture of both would be trained: have "
+            "all ranks run the same code, with the same model and the same loss function"
+        )
 
 
 class _Operations(dispatch.DispatchMode):

@@ -96,6 +96,7 @@ class PartCalls:
         batch: for each leaf of the micro-batch its name, and what it is like where it is a tensor.
         batch_reads: of each call, and in the last entry of the loss, the places of the leaves that it reads, itself or through what runs before it.
         values_read: places of the leaves whose values decide what runs between calls, so that every stage needs them.
+        digest: of the operations from which the loss is computed, those inside the parts included (`sharding/same_step.py`).
     """
 
     calls: tuple[PartCall, ...]
@@ -106,6 +107,7 @@ class PartCalls:
     batch: tuple[tuple[str, TensorMeta | None], ...]
     batch_reads: tuple[frozenset[int], ...]
     values_read: frozenset[int]
+    digest: str
 
     def leaves_read(self, first: int, end: int, counted: str = "") -> frozenset[int]:
         """Places of the tensors of the batch that a stage of calls [first, end) needs.

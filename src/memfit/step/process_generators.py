@@ -50,6 +50,13 @@ def outside_torch_kept() -> Iterator[None]:
         np.random.set_state(numpy)  # noqa: NPY002 - as above
 
 
+def seed_alike() -> None:
+    """From here on the generators draw the same numbers in every process that calls this."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - models draw from the global one
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Whatever is drawn inside, the generators go on as if nothing had been drawn."""

@@ -298,12 +298,14 @@ def planned_product(name: str) -> tuple[nn.Module, Tensor, memfit.Plan]:
     return model, batch, memfit.plan(model, batch, lambda m, b: m(b).abs().mean(), 1 << 30, small.adamw, fixed=fixed)
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_of_products_the_plan_says_that_they_are_not_known_exactly(name: str) -> None:
     _, _, made = planned_product(name)
     assert any(note.startswith("backward of a product in the model") for note in made.notes), made.notes
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_take_no_more_than_is_predicted_and_what_is_predicted_where_there_are_zeros(name: str) -> None:
     """Autograd takes a formula by whether the input holds a zero, and a third one while a dispatch mode watches."""
@@ -703,6 +705,7 @@ def a_folder_that_may_not_be_written(path: Path) -> None:
     path.parent.chmod(0o500)
 
 
+@pytest.mark.alternate(2)
 @pytest.mark.parametrize(
     "trouble",
     [

@@ -85,6 +85,7 @@ def same(found: Trace, captured: Trace) -> None:
             assert a == b
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(
     "choices",
     [BASELINE, BASELINE.but(precision="bf16"), BASELINE.but(frozen=("embedding", "blocks.0*"))],
@@ -111,6 +112,7 @@ def test_no_whole_model_is_captured_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert depths == list(BLOCKS)
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("depth", [DEPTH, 40])
 def test_adapters_and_weights_in_four_bits(depth: int) -> None:
     pytest.importorskip("bitsandbytes")

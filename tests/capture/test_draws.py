@@ -228,6 +228,7 @@ def test_a_capture_under_other_draws_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.filterwarnings("ignore:a forward differed from the plan and was ended there")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_steps_under_other_draws_stay_inside_the_budget(share: float) -> None:

@@ -23,6 +23,7 @@ from models import CASES, Case
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda c: c.name)
 def test_the_verdict_is_the_true_one(case: Case) -> None:
     model, sample, loss_fn = case.build()

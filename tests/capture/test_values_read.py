@@ -108,6 +108,7 @@ def test_a_look_ends_where_the_last_value_is_read() -> None:
     assert len(captured.trace.paths) == 1
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("kind", [Padded, Looking])
 def test_a_whole_batch_of_one_kind_of_row_is_planned_for_before_it_comes(kind: type[Padded]) -> None:
     """Half of the rows are full, so of eight drawn by chance all are in one batch of 256."""
@@ -228,6 +229,7 @@ class Packed(nn.Module):
         )
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("lengths", [[2, 2, 9, 9], [9, 9, 2, 2], [3, 7, 4, 5]])
 def test_micro_batches_of_packed_texts_run_as_planned(lengths: list[int]) -> None:
     torch.manual_seed(0)

@@ -101,6 +101,7 @@ def test_one_sample_more_than_is_told_does_not_fit(
     assert more.data["minimum_bytes"] > 32 << 20
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_the_same_whichever_batch_was_asked_for(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:

@@ -270,6 +270,7 @@ def test_a_step_that_cannot_be_so_many_batches_is_refused(named: dict[str, Any],
         memfit.plan(small.chain(1), small.rows(8), small.squared_error, "1GiB", small.adamw, **named)
 
 
+@pytest.mark.slow
 def test_ways_out_of_a_step_of_several_batches_lead_to_plans() -> None:
     def planned_in(budget: int | str, **named: Any) -> memfit.Plan:
         model, sample = small.chain(4), small.rows(512)

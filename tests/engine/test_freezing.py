@@ -160,6 +160,7 @@ def test_planning_leaves_the_model_and_applying_freezes_it() -> None:
         memfit.apply(made, small.chain(2))
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
 def test_steps_are_those_of_requires_grad_false(fraction: float) -> None:
     one, other = Encoder(), Encoder()
@@ -251,6 +252,7 @@ class Between(Encoder):
         return found
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
 def test_a_hook_that_asks_for_gradients_does_not_send_backward_through_what_is_frozen(fraction: float) -> None:
     models = [Encoder() for _ in range(3)]

@@ -339,6 +339,7 @@ class Unusual(Blocks):
         return self.drop(x)
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_stretches_that_do_not_end_where_the_plan_has_it_are_followed(*, checkpoints: bool) -> None:
     def of_both(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -242,6 +242,7 @@ def test_a_path_taken_now_and_then_is_learnt_when_it_first_comes() -> None:
     assert not above(records, plan.budget_bytes)
 
 
+@pytest.mark.slow
 def test_a_path_that_does_not_fit_is_told_and_numbers_stay() -> None:
     plan, records, said = told(Doubling, 0.62, 9)
     assert (begun_anew(records), diverged(records)) == ([FIRST], [])

@@ -45,6 +45,7 @@ class PeakAtTheNumber(nn.Module):
         return self.last(x * few)
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", WITH_A_NUMBER)
 def test_a_number_is_predicted_to_the_byte_with_and_without_recomputation(name: str) -> None:
     model, batch = PeakAtTheNumber(WITH_A_NUMBER[name]), torch.randn(256, 32)

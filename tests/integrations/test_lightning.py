@@ -592,7 +592,8 @@ def test_too_small_a_budget_for_whole_batches_divides_them() -> None:
     assert max(record.peak_bytes for record in divided.engine.records) <= budget
 
 
-@pytest.mark.parametrize("accumulated", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [2, 1])
 def test_where_nothing_fits_only_what_lightning_users_can_say_is_named_and_it_trains(accumulated: int) -> None:
     settings = {"accumulate_grad_batches": accumulated}
     whole = {"micro_batches": accumulated}

@@ -670,6 +670,7 @@ def padded_each(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: nn.utils.rnn.pad_sequence([sample[key] for sample in samples], batch_first=True) for key in samples[0]}
 
 
+@pytest.mark.slow
 def test_a_path_that_comes_in_training_is_planned_for_after_its_first_step_and_metrics_are_trainers_own(
     trainer: Make,
 ) -> None:

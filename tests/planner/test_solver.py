@@ -84,6 +84,7 @@ def test_no_plan_is_faster_than_its_bound() -> None:
     assert tight >= 0.3 * len(graphs()) * len(FRACTIONS)  # a bound of nothing would hold too
 
 
+@pytest.mark.slow
 def test_no_plan_of_the_rule_is_faster_on_small_graphs() -> None:
     """Every budget gets the optimum among the plans that follow the rule of scheduling; some get a faster one that follows none."""
     beaten = 0
@@ -162,6 +163,7 @@ def test_more_bytes_never_make_a_plan_slower() -> None:
             last = found.seconds
 
 
+@pytest.mark.slow
 def test_plans_of_larger_graphs_lie_between_bound_and_rules() -> None:
     gaps = []
     for trace in larger():
@@ -222,6 +224,7 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert (a.recomputations, a.dropped, a.transients) == (b.recomputations, b.dropped, b.transients)
 
 
+@pytest.mark.slow
 def test_what_was_asked_before_changes_no_plan() -> None:
     """Each budget alone, in rising and in falling order, before and after the smallest plan was looked for, gets one and the same plan and bound."""
     for trace in [*(trace for trace, _ in graphs()[::18]), *larger()[::6]]:

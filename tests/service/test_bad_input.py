@@ -287,6 +287,7 @@ def test_a_disk_that_is_full_for_what_a_run_prints_loses_no_end(
     assert ended.reason
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_where_the_runner_writes_is_tried_again(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:

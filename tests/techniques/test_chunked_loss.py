@@ -355,6 +355,7 @@ def test_a_smaller_batch_runs_the_same_operations() -> None:
     assert engine.step({name: t[:5] for name, t in sample.items()}).divergences == ()
 
 
+@pytest.mark.slow
 def test_the_head_is_found_and_offered_where_it_sets_the_peak() -> None:
     model, sample = llama(batch=8)
     timeline = Timeline(memfit.record(model, sample, None, adamw, micro_batches=1).trace)

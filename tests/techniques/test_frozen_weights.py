@@ -438,6 +438,7 @@ def test_planning_beside_frozen_weights_says_nothing_of_kernels_that_bitsandbyte
     assert "gemm" not in done.stderr + done.stdout
 
 
+@pytest.mark.slow
 def test_planning_beside_frozen_weights_leaves_the_checks_of_distributions() -> None:
     """Else a model that makes distributions runs other operations after planning than before it."""
     checked = f"{QUIET}\nassert torch.distributions.Normal(0.0, 1.0)._validate_args"

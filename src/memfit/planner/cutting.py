@@ -72,7 +72,7 @@ def cut(
     for number in numbers:
         if number * per_device > len(parts.parts):
             refused = refused or InputError(
-                f"{number * per_device} stages were asked for and the model has {len(parts.parts)} parts: ask for fewer stages"
+                f"{number * per_device} stages need as many parts, and the model has {len(parts.parts)}: take fewer devices, or fewer stages on each"
             )
             continue
         try:

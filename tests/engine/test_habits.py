@@ -973,3 +973,23 @@ def test_a_model_can_be_moved_after_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     before = [parameter.detach().clone() for parameter in model.parameters()]
     model.double()
     assert all(torch.equal(a.double(), b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class OneStateTwice(nn.Module):
+    """An LSTM whose hidden state and cell state begin as one tensor, which oneDNN copies then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(1, x.shape[1], 16)
+        return self.lstm(x, (state, state))[0]
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_arguments_that_share_a_storage_in_backward_are_measured_so(fraction: float) -> None:
+    x = torch.randn(6, 64, 16, generator=torch.Generator().manual_seed(1))
+    (made,) = plans_between(OneStateTwice(), x, squares, adamw, fractions=[fraction])
+    assert measured_peak(made, OneStateTwice(), x, squares, adamw) == made.prediction.peak_bytes

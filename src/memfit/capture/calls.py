@@ -5,6 +5,7 @@ A step of BERT-large runs 5,000 operations, of some hundred distinct calls. Fake
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,15 +113,25 @@ class CallSpec:
         return sum(high - low for low, high in spans.values())
 
 
-def describe(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, CallSpec]:
-    """The key of a call, equal for all calls that cost the same (operation, shapes, dtypes, strides), and its description."""
+def describe(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    storage_of: Callable[[torch.Tensor], int] = dispatch.storage_key,
+) -> tuple[str, CallSpec]:
+    """The key of a call, equal for all calls that cost the same (operation, shapes, dtypes, strides), and its description.
+
+    Args:
+        func, args, kwargs: the call.
+        storage_of: tells tensors of one storage: a kernel may copy an argument that shares its storage with another one.
+    """
     places: dict[int, int] = {}
 
     def spec(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if not dispatch.has_storage(value):
                 return None
-            place = places.setdefault(dispatch.storage_key(value), len(places))
+            place = places.setdefault(storage_of(value), len(places))
             return TensorSpec(
                 tuple(value.shape),
                 tuple(value.stride()),

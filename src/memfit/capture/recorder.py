@@ -272,7 +272,12 @@ class Recorder(dispatch.DispatchMode):
                 self.changed.add(self.storage_id(args[position]))
         recorded_func = in_place_func or func
         among = collective_of(func, args, self._ranks) if self._ranks else None
-        key, call = describe(recorded_func, args, kwargs) if among is None else (str(func), CallSpec(func, (), {}))
+        # What backward is handed of one storage is so many tensors here (`_unpack`), and one in the step.
+        key, call = (
+            describe(recorded_func, args, kwargs, self.storage_id)
+            if among is None
+            else (str(func), CallSpec(func, (), {}))
+        )
         random = dispatch.is_random(func, args, kwargs)
         rerunnable = dispatch.is_rerunnable(func, args, kwargs, known=_REPEATABLE) and self._inside.isdisjoint(reads)
         needs_gradient = forward and dispatch.wants_gradient(*args)
@@ -468,9 +473,7 @@ class Recorder(dispatch.DispatchMode):
                 tensor.set_(storage, placeholder.offset, placeholder.shape, placeholder.stride)
         else:
             self._making_fresh_tensor = True  # making it is not part of the step, and it must be fake
-            tensor = torch.empty_strided(
-                placeholder.shape, placeholder.stride, dtype=placeholder.dtype, device=placeholder.device
-            )
+            tensor = _made_empty(placeholder)
             self._making_fresh_tensor = False
 
         def released(event: int) -> None:
@@ -538,6 +541,17 @@ def _returns_written_argument(func: OpOverload) -> bool:
 
 def _shape_of(placeholder: _Placeholder) -> torch.Size:
     return torch.Size(placeholder.shape) if placeholder.tensor is None else placeholder.tensor.shape
+
+
+def _made_empty(placeholder: _Placeholder) -> torch.Tensor:
+    """A tensor of the geometry of the saved one, where in its storage it begins included."""
+    shape, stride, offset = placeholder.shape, placeholder.stride, placeholder.offset
+    if offset == 0:
+        return torch.empty_strided(shape, stride, dtype=placeholder.dtype, device=placeholder.device)
+    end = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1 if 0 not in shape else offset
+    with torch.no_grad():
+        flat = torch.empty_strided((end,), (1,), dtype=placeholder.dtype, device=placeholder.device)
+        return flat.as_strided(shape, stride, offset)
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -993,3 +993,26 @@ def test_arguments_that_share_a_storage_in_backward_are_measured_so(fraction: fl
     x = torch.randn(6, 64, 16, generator=torch.Generator().manual_seed(1))
     (made,) = plans_between(OneStateTwice(), x, squares, adamw, fractions=[fraction])
     assert measured_peak(made, OneStateTwice(), x, squares, adamw) == made.prediction.peak_bytes
+
+
+class TablesFromLists(nn.Module):
+    """Adds numbers that Python holds: PyTorch makes a tensor of them in every forward, by no operation that a dispatch mode sees."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.table = [[0.1 * row] * WIDTH for row in range(count)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = functional.gelu(layer(x) + torch.as_tensor(self.table))
+        return x
+
+
+@pytest.mark.parametrize("count", [1, 256], ids=["a row", "all rows"])
+@pytest.mark.parametrize("fraction", [0.5, 0.0])
+def test_a_constant_that_no_operation_makes_is_held_where_it_is_counted(fraction: float, count: int) -> None:
+    (made,) = plans_between(TablesFromLists(count), rows(), squares, adamw, fractions=[fraction])
+    assert made.script.steps
+    assert measured_peak(made, TablesFromLists(count), rows(), squares, adamw) == made.prediction.peak_bytes

@@ -143,6 +143,16 @@ def test_constants_made_out_of_sight_are_held_only_when_small(size: int, death: 
     assert (a in Recipes(w.trace()).rebuildable) is again
 
 
+@pytest.mark.parametrize(("size", "again"), [(SMALL_CONSTANT_BYTES, True), (SMALL_CONSTANT_BYTES + 1, False)])
+def test_constants_made_for_one_operation_are_held_only_when_small(size: int, *, again: bool) -> None:
+    w = Writer()
+    w.one((w.before(10),), 10)
+    constant = w.before(size, Category.OTHER, death=1)
+    w.births[constant] = 1
+    a = w.one((constant,), 10)
+    assert (a in Recipes(w.trace()).rebuildable) is again
+
+
 def test_saved_is_what_backward_reads_of_forward() -> None:
     w = Writer()
     weight = w.before(10)

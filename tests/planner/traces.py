@@ -223,6 +223,7 @@ def drawn(
     plain_operations: bool = False,
     rng_bytes: int = 0,
     dispatch: float = 0.0,
+    constants: bool = False,
 ) -> Trace:
     """A random step: several inputs and outputs an operation, writes in place, tensors saved twice, unpacked in any order.
 
@@ -233,9 +234,11 @@ def drawn(
         plain_operations: every forward operation makes one storage and may run again.
         rng_bytes: of a generator's state; with it some operations draw.
         dispatch: the engine's seconds for each forward operation.
+        constants: some operations read what none makes and what is gone when the last of them has run.
     """
     r = random.Random(seed)
     w = Writer()
+    passing = -1
     there = [w.before(r.randint(1, 50)) for _ in range(2)]
     there.append(w.before(r.randint(1, 50), Category.BATCH))
     alive = list(there)
@@ -249,6 +252,10 @@ def drawn(
         writes = []
         if managed and not plain_operations and r.random() < 0.2:
             writes = [r.choice(managed)]
+        if constants and r.random() < 0.6:
+            if passing < 0 or r.random() < 0.5:
+                passing = w.before(r.randint(1, 50), Category.OTHER, death=0)
+            reads.append(passing)
         made = w.run(
             reads,
             makes,

@@ -27,9 +27,10 @@ from memfit.planner.repeatable_calls import (
     statistics_written,
 )
 from memfit.planner.steady_calls import SteadyCalls
-from memfit.values.trace import BEFORE_STEP, Category, Phase, Trace
+from memfit.values.trace import Category, Phase, Trace
 
-# Storages that no recorded operation makes (constants from Python) are held for recomputations when they are this small; larger ones rule recomputing out.
+# Storages that no recorded operation makes and that go before the step ends (constants from Python) are held for recomputations when they are this small;
+# larger ones rule recomputing out.
 SMALL_CONSTANT_BYTES: Final = 4096
 # Prefetch distance: how much computing a copy may overlap with, in multiples of what it takes alone: none (smallest peak, every copy is waited for),
 # some (a saturated link stays busy, little is in flight), plenty (copies that come in bursts are done when they are waited for).
@@ -99,6 +100,8 @@ class Recipes:
         calls: of each recipe that makes calls of modules again, which.
         reloads: of each recipe that is a reload, how.
         reloads_of: of each storage that may be offloaded, its reloads: one for each of `PREFETCH_DISTANCES` from the nearest tier, then from the next.
+        passing: of each recipe that reads some, the storages that no recorded operation makes and that go before the pass ends, but for the recipe: the engine
+            holds them from forward on.
         steady: where forward takes several paths, the calls within which recipes stay; None where it takes one.
         clock: seconds of the plain step before each event, the engine's own included.
     """
@@ -154,6 +157,7 @@ class Recipes:
         self._statistics_written = statistics_written(trace)
         self.recipes: list[Recipe] = []
         self.recipe_of: dict[int, int] = {}
+        self.passing: dict[int, tuple[int, ...]] = {}
         for ops in groups.values():
             self._add(sorted(ops), managed, maker, last_write, lasting_write)
         if updated:
@@ -254,6 +258,7 @@ class Recipes:
         runnable = True
         inputs: dict[int, None] = {}
         makes: list[int] = []
+        passing: dict[int, None] = {}
         held = peak = 0
         for op in ops:
             operation = trace.operations[op]
@@ -276,18 +281,18 @@ class Recipes:
                     runnable = runnable and lasting_write.get(s, -1) < event
                     runnable = runnable and (is_batch_norm(operation) or self._statistics_written.get(s, -1) < event)
                     storage = trace.storages[s]
-                    if (
-                        storage.category is Category.OTHER
-                        and storage.birth == BEFORE_STEP
-                        and storage.death < len(trace.events)
-                    ):
+                    if storage.category is Category.OTHER and storage.death < len(trace.events):
                         runnable = runnable and storage.bytes <= SMALL_CONSTANT_BYTES
+                    if storage.death < trace.pass_events:
+                        passing[s] = None
         # A storage written after something outside read it would come back in its last state, as autograd saw it; written in backward, it would not.
         runnable = runnable and all(last_write.get(s, -1) < trace.forward_events for s in makes)
         runnable = runnable and self._filled_unseen.isdisjoint(makes)
         index = len(self.recipes)
         for s in makes:
             self.recipe_of[s] = index
+        if passing:
+            self.passing[index] = tuple(passing)
         self.recipes.append(
             Recipe(
                 tuple(ops),

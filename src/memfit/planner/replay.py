@@ -156,6 +156,7 @@ class Replay:
             out = {*self._recipes[recipe].makes, *self._recipes[recipe].inputs}
             for s in self._recipes[recipe].inputs:
                 out.update(self._recipes[recipe_of[s]].makes)
+            out.update(self.timeline.recipes.passing.get(recipe, ()))
             self._related_to[recipe] = out
         return self._related_to[recipe]
 
@@ -194,8 +195,10 @@ class Replay:
         """Whether it is certain that no byte after the last of these recomputations goes with them.
 
         What reads their results reads the copy before then, which is there longer; if that one is still there when they run, as something holds it, two become
-        one. What they read is there for a shorter time before them, and so is what is needless without them.
+        one. What they read is there for a shorter time before them, and so is what is needless without them. What no operation makes is held for them beyond.
         """
+        if self.timeline.recipes.passing and self._no_longer_held(self.with_needless(slots)):
+            return False
         return all(
             end <= slot
             for slot in slots
@@ -248,6 +251,10 @@ class Replay:
                     left = [slot for slot in self._slots_of[recipe] if slot not in removed]
                     deltas[(left[-1] if left else self._slot_of_event[event] - 1) + 1] -= timeline.trace.rng_state_bytes
                     deltas[last + 1] += timeline.trace.rng_state_bytes
+        if timeline.recipes.passing:
+            for s in self._no_longer_held(removed):
+                deltas[self._slot_of_event[min(timeline.last_end[s], timeline.held_until)] + 1] -= self._bytes[s]
+                deltas[self._slot_of_event[timeline.held_until] + 1] += self._bytes[s]
         out = []
         level = previous = 0
         for position in sorted(deltas):
@@ -256,6 +263,17 @@ class Replay:
             level += deltas[position]
             previous = position
         return out
+
+    def _no_longer_held(self, removed: set[int]) -> set[int]:
+        """What no operation makes and the engine holds for these recomputations alone."""
+        passing = self.timeline.recipes.passing
+        recipes = {self.recipe_at[slot] for slot in removed} & passing.keys()
+        gone = {recipe for recipe in recipes if removed.issuperset(self._slots_of[recipe])}
+        held = {s for recipe in gone for s in passing[recipe]}
+        if not held:
+            return held
+        others = (recipe for recipe in passing.keys() - gone if not removed.issuperset(self._slots_of.get(recipe, ())))
+        return held.difference(*(passing[recipe] for recipe in others))
 
     def _used_again(self, s: int, slot: int, removed: set[int]) -> bool:
         """Whether the copy that a recomputation reads here is used once more: then it stays live as long without that recomputation."""
@@ -328,7 +346,9 @@ class Replay:
                 self._births[s].remove(slot)
             for s in self._recipes[recipe].inputs:
                 self._uses[s].remove((slot, slot))
-            for s in (*self._recipes[recipe].makes, *self._recipes[recipe].inputs, self.timeline.saves_at[event]):
+            passing = self.timeline.recipes.passing.get(recipe, ())
+            own = (*self._recipes[recipe].makes, *self._recipes[recipe].inputs, *passing)
+            for s in (*own, self.timeline.saves_at[event]):
                 self._intervals.pop(s, None)
                 for slots in self._moves_of.pop(s, ()):
                     self._moves.pop(slots, None)

@@ -168,12 +168,11 @@ def _kept(timeline: Timeline, expanded: Any, recomputations: Recomputations, slo
     there = (births < slot) & (ends > slot)
     untouched = timeline.kept_by_forward.copy()
     untouched[storages] = False
-    random = sum(
-        trace.rng_state_bytes
-        for recipe in {recipe for runs in recomputations.values() for recipe in runs}
-        for _ in timeline.random_events.get(recipe, ())
-    )
-    return int(sizes[storages[there]].sum()) + int(sizes[untouched].sum()) + random
+    used = {recipe for runs in recomputations.values() for recipe in runs}
+    random = sum(trace.rng_state_bytes for recipe in used for _ in timeline.random_events.get(recipe, ()))
+    passing = {s for recipe in used for s in timeline.recipes.passing.get(recipe, ())}
+    held = sum(trace.storages[s].bytes for s in passing if timeline.last_end[s] < trace.forward_events)
+    return int(sizes[storages[there]].sum()) + int(sizes[untouched].sum()) + random + held
 
 
 def menu(

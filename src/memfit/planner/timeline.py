@@ -225,6 +225,7 @@ class Timeline:
             if trace.rng_state_bytes and r.random_operations
         }
         self._random_rows = RaggedRows([self.random_events.get(index, []) for index in range(len(table))])
+        self._passing = RaggedRows([self.recipes.passing.get(index, ()) for index in range(len(table))])
         self._copy_clock = CopyClock(self.recipes, self.unpack_uses, self.saves_at, self.run_seconds)
         self.following = Following(self.recipes)
 
@@ -232,6 +233,11 @@ class Timeline:
     def gradients(self) -> Gradients:
         """Those of the trace."""
         return Gradients.of(self.trace)
+
+    @property
+    def held_until(self) -> int:
+        """The event after which the engine lets go of what it holds for recipes and no operation makes (`Recipes.passing`)."""
+        return self.trace.pass_events - 1
 
     @property
     def storage_bytes(self) -> Any:
@@ -406,6 +412,11 @@ class Timeline:
             event, owner = self._random_rows.gather(again)
             np.add.at(changes, slot_of_event[event], self.trace.rng_state_bytes)
             np.subtract.at(changes, last[again][owner] + 1, self.trace.rng_state_bytes)
+        if self.recipes.passing:
+            held, _ = self._passing.gather(np.unique(recipes))
+            held = np.unique(held)
+            np.add.at(changes, slot_of_event[np.minimum(self._end[held], self.held_until)] + 1, self._bytes[held])
+            changes[slot_of_event[self.held_until] + 1] -= self._bytes[held].sum()
         totals = changes.cumsum()[:count]
         own = plain.cumsum()[: self.events + 1]
         totals[slot_of_event] += own + self._workspace + (self._numbers if order else 0)

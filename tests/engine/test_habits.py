@@ -1016,3 +1016,38 @@ def test_a_constant_that_no_operation_makes_is_held_where_it_is_counted(fraction
     (made,) = plans_between(TablesFromLists(count), rows(), squares, adamw, fractions=[fraction])
     assert made.script.steps
     assert measured_peak(made, TablesFromLists(count), rows(), squares, adamw) == made.prediction.peak_bytes
+
+
+class SumsUp(nn.Module):
+    """Adds to a tensor of numbers, beside something large that forward holds for a moment.
+
+    Args:
+        early: the tensor is made before that, and read after it; else both after it.
+    """
+
+    def __init__(self, *, early: bool) -> None:
+        super().__init__()
+        self.layers, self.early = layers(2), early
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.tensor([0.0] * 100) if self.early else None
+        x = self.layers(x).square()
+        large = x.detach().repeat(1, 16).sum()
+        if total is None:
+            total = torch.tensor([0.0] * 100)
+            large = large * total[0]
+        return x.mean() + 0.0 * large + total.sum()
+
+
+@pytest.mark.parametrize("source", ["fake", "real"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_tensor_of_numbers_counts_from_where_it_is_made(source: str, *, early: bool) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        if source == "real":
+            float(x[0, 0].item() + next(model.parameters()).sum().item())
+        loss: Tensor = model(x)
+        return loss
+
+    (made,) = plans_between(SumsUp(early=early), rows(), loss_of, torch.optim.SGD, fractions=[1.0])
+    assert made.source == source
+    assert measured_peak(made, SumsUp(early=early), rows(), loss_of, torch.optim.SGD) == made.prediction.peak_bytes

@@ -129,7 +129,10 @@ class Recorder(dispatch.DispatchMode):
         self.fakes_sparse = False  # fake tensors do not tell how many elements a sparse one has
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}
-        self._first_read: dict[int, int] = {}  # of storages that no recorded operation made
+        self._first_met: dict[
+            int, int
+        ] = {}  # of storages that no recorded operation made: where they were made, else where they were first read
+        self._lifted: set[int] = set()  # of these, the ones that torch said it had made of numbers (`torch.tensor`)
         self._unwatched = UnwatchedBackward(self.lifetimes)
         self._products = ProductsBackward(self.lifetimes)
         self._numbers = NumbersKept(self.lifetimes)
@@ -186,12 +189,12 @@ class Recorder(dispatch.DispatchMode):
         sid = self.lifetimes.id_of(tensor)
         if sid is None:
             sid = self.lifetimes.add(tensor, Category.OTHER, self.module, BEFORE_STEP)
-            self._first_read[sid] = len(self.events)
+            self._first_met[sid] = len(self.events)
         return sid
 
     def met_bytes(self) -> tuple[int, ...]:
         """Of each storage that was there before the step, is there after it, and was not registered."""
-        storages = (self.lifetimes.storages[sid] for sid in self._first_read)
+        storages = (self.lifetimes.storages[sid] for sid in self._first_met)
         return tuple(s.bytes for s in storages if s.birth == BEFORE_STEP and s.death is None)
 
     def record_state(self, state: torch.Tensor, operation: str | None) -> None:
@@ -247,7 +250,10 @@ class Recorder(dispatch.DispatchMode):
         if not self.recording or not is_operation:
             if is_operation:
                 self.unrecorded.append(str(func))
-            return run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
+            result = run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
+            if self.recording and func is _LIFT and dispatch.has_storage(result):
+                self._lifted.add(self.storage_id(result))
+            return result
         self._numbers.mark()
         self._resized.look(len(self.events))
         inputs = [*dispatch.tensors_in(args), *dispatch.tensors_in(kwargs)]
@@ -494,10 +500,7 @@ class Recorder(dispatch.DispatchMode):
                 s.bytes,
                 Category.TEMPORARY if s.category is Category.ACTIVATION and sid not in saved else s.category,
                 s.module,
-                # What goes with the operation that was the first to read it was made for it (`x[0] = 3` makes a tensor of the 3): a constant stays.
-                s.death
-                if s.birth == BEFORE_STEP and s.death is not None and s.death == self._first_read.get(sid)
-                else s.birth,
+                self._birth(sid),
                 end if s.death is None else s.death,
             )
             for sid, s in enumerate(self.lifetimes.storages)
@@ -517,12 +520,21 @@ class Recorder(dispatch.DispatchMode):
         operations = rerunnable_where_gathered(operations, self.events, saves, self._resized.spans(end))
         return operations, storages, saves
 
+    def _birth(self, sid: int) -> int:
+        """Where a storage was made, as far as that is known; a constant that stays is there before the step."""
+        storage, met = self.lifetimes.storages[sid], self._first_met.get(sid)
+        if storage.birth != BEFORE_STEP or storage.death is None or met is None:
+            return storage.birth
+        # What goes with the operation that was the first to read it was made for it (`x[0] = 3` makes a tensor of the 3).
+        return met if sid in self._lifted or storage.death == met else BEFORE_STEP
+
     def gathered(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
         """As `Trace` has it."""
         spans = self._resized.spans(len(self.events))
         return tuple((handle, tuple((int(a), int(b)) for a, b in each)) for handle, each in spans.items())
 
 
+_LIFT: Final = torch.ops.aten.lift_fresh.default
 _OWN_RANDOM_STATE: Final = tuple(f"{name.replace('::', '.')}." for name in dispatch.OWN_RANDOM_STATE)
 
 

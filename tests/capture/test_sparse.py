@@ -141,7 +141,7 @@ class Ragged(nn.Module):
         made = self.before(x)
         rows = [row[:length] for row, length in zip(made, lengths.tolist(), strict=True)]
         nested = torch.nested.as_nested_tensor(rows, layout=self.layout)
-        y: Tensor = self.after(self.outer(torch.relu(self.inner(nested))).to_padded_tensor(0.0).sum(1))
+        y: Tensor = self.after(self.outer(torch.relu(self.inner(nested)) * 0.5).to_padded_tensor(0.0).sum(1))
         return y
 
 

@@ -49,7 +49,8 @@ class NumbersKept:
 
     def __init__(self, lifetimes: Lifetimes) -> None:
         self._lifetimes = lifetimes
-        self._made: tuple[weakref.ref[torch.Tensor], StorageLife] | None = None
+        # The last result whose node is to keep a number, and whether no operation has come since.
+        self._made: tuple[weakref.ref[torch.Tensor], StorageLife, bool] | None = None
 
     def ran(self, func: OpOverload, args: tuple[Any, ...], result: Any, module: str, event: int) -> None:
         """An operation ran as this event; numbers lie in the host's memory, so those for another device do not count."""
@@ -61,21 +62,26 @@ class NumbersKept:
             or result.device.type != "cpu"
         ):
             return
+        if self._made is not None:
+            self._made[1].death = self._made[1].birth
         # The kernel's own workspace includes the number while the kernel runs; from the next event on the node keeps it.
         life = self._lifetimes.add_bytes(_BYTES[type(args[1])], Category.OTHER, module, event + 1)
-        self._made = (weakref.ref(result), life)
+        self._made = (weakref.ref(result), life, True)
 
     def mark(self) -> None:
         """Called before the next operation: by now the result has its node, or is gone with it."""
         if self._made is None:
             return
-        reference, life = self._made
+        reference, life, first = self._made
         self._made = None
         result = reference()
         # Of a view that was written in place autograd makes the node anew when asked, under a lock, running operations that come here: asking again would wait
         # for ever. Its number is not counted.
         node: Any = None if result is None or result._is_view() else result.grad_fn
-        if node is None:
+        if node is None and first and result is not None and not result._is_view():
+            # To make the node of a nested tensor autograd asks for its sizes, by an operation of its own.
+            self._made = (reference, life, False)
+        elif node is None:
             life.death = life.birth
         else:
             node.metadata[_MARK] = _Kept(life, self._lifetimes)

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -1016,6 +1017,23 @@ def test_a_constant_that_no_operation_makes_is_held_where_it_is_counted(fraction
     (made,) = plans_between(TablesFromLists(count), rows(), squares, adamw, fractions=[fraction])
     assert made.script.steps
     assert measured_peak(made, TablesFromLists(count), rows(), squares, adamw) == made.prediction.peak_bytes
+
+
+class TablesFromNumpy(TablesFromLists):
+    """Copies a table that lies in the memory of numpy, which can be done again at any time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = np.array(self.table, dtype=np.float32)
+        for layer in self.layers:
+            x = functional.gelu(layer(x) + torch.tensor(table))
+        return x
+
+
+def test_a_constant_in_the_memory_of_numpy_is_copied_again() -> None:
+    (made,) = plans_between(TablesFromNumpy(256), rows(), squares, adamw, fractions=[0.0])
+    again = {operation for step in made.script.steps for runs in step.runs for operation in runs}
+    assert any(made.script.operations[operation] == "aten._to_copy.default" for operation in again)
+    assert measured_peak(made, TablesFromNumpy(256), rows(), squares, adamw) == made.prediction.peak_bytes
 
 
 class SumsUp(nn.Module):

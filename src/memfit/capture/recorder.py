@@ -132,6 +132,7 @@ class Recorder(dispatch.DispatchMode):
         self._first_met: dict[
             int, int
         ] = {}  # of storages that no recorded operation made: where they were made, else where they were first read
+        self._of_others: set[int] = set()  # of these, the ones that lie in memory which is not torch's (`from_numpy`)
         self._lifted: set[int] = set()  # of these, the ones that torch said it had made of numbers (`torch.tensor`)
         self._unwatched = UnwatchedBackward(self.lifetimes)
         self._products = ProductsBackward(self.lifetimes)
@@ -190,6 +191,8 @@ class Recorder(dispatch.DispatchMode):
         if sid is None:
             sid = self.lifetimes.add(tensor, Category.OTHER, self.module, BEFORE_STEP)
             self._first_met[sid] = len(self.events)
+            if not isinstance(tensor, FakeTensor) and not tensor.untyped_storage().resizable():
+                self._of_others.add(sid)
         return sid
 
     def met_bytes(self) -> tuple[int, ...]:
@@ -497,7 +500,7 @@ class Recorder(dispatch.DispatchMode):
         saved = {save.storage for save in self.saves}
         storages = tuple(
             Storage(
-                s.bytes,
+                0 if sid in self._of_others and s.death is not None else s.bytes,
                 Category.TEMPORARY if s.category is Category.ACTIVATION and sid not in saved else s.category,
                 s.module,
                 self._birth(sid),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -200,20 +200,24 @@ def _all_put_back(engine: Engine) -> Iterator[None]:
     # Streamed layers are offloaded, and the stream puts them back by itself.
     kept = engine.stream.resident if engine.stream is not None else list(engine.model.parameters())
     kept = kept if engine.sharded is None else engine.sharded.parameters()
-    attributes = Attributes([*engine.model.modules(), *held_by(engine.loss_fn)])
+    optimizer = own_optimizer(engine.optimizer)
+    hooks = _hooks_of(optimizer)
+    called = [engine.loss_fn, *hooks]
+    attributes = Attributes([*engine.model.modules(), *(module for each in called for module in held_by(each))])
     written = {
         id(t): t for module in attributes.modules for t in (*module.buffers(), *model_tensors(module, hidden=False))
     }
-    written |= {id(p): p for p in hidden_to_copy(engine.model, engine.loss_fn)}
-    optimizer = own_optimizer(engine.optimizer)
+    written |= {id(p): p for each in called for p in hidden_to_copy(engine.model, each)}
     noted = _noted_by(optimizer, kept)
-    written |= {id(t): t for t in _tensors_in(noted, optimizer)}
+    besides = [besides_modules(each) for each in called]
+    written |= {id(t): t for each in (noted, *besides[1:]) for t in _tensors_in(each, optimizer)}
     with ExitStack() as stack:
         stack.enter_context(_copied_to_disk([*kept, *written.values()], optimizer))
         stack.enter_context(_unchanged(engine, attributes.modules))
         stack.callback(attributes.put_back)
         stack.callback(noted.put_back)
-        stack.callback(besides_modules(engine.loss_fn).put_back)
+        for each in besides:
+            stack.callback(each.put_back)
         if engine.stream is not None:
             stack.enter_context(engine.stream.undone())
         yield
@@ -223,6 +227,12 @@ def _noted_by(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torc
     """What an optimizer notes besides its state: in attributes of its own (weights to go back to, a count of steps), and of the parameters that it steps."""
     own = [] if optimizer is None or type(optimizer).__module__.startswith("memfit.") else [vars(optimizer)]
     return Attributes([*own, *(vars(parameter) for parameter in parameters if parameter.requires_grad)])
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer | None) -> list[Callable[..., Any]]:
+    """What runs before and after each update: averages of weights, schedules, counts."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
 
 
 def _tensors_in(noted: Attributes, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

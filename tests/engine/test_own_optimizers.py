@@ -299,10 +299,10 @@ def test_state_that_wraps_other_tensors_counts_as_these(samples: int) -> None:
 class Several(torch.optim.Optimizer):
     """Steps two optimizers that it holds in a list, and goes half of the way back to earlier weights (Zhang et al., 2019)."""
 
-    def __init__(self, parameters: Parameters) -> None:
-        held = list(parameters)
+    def __init__(self, parameters: Parameters | Iterable[dict[str, Any]]) -> None:
+        held = [p for each in parameters for p in (each["params"] if isinstance(each, dict) else [each])]
         super().__init__(held, {})
-        self.steps = [torch.optim.Adam(held[:3], 1e-3), torch.optim.SGD(held[3:], 1e-2, momentum=0.9)]
+        self.steps = [torch.optim.Adam(held[::2], 1e-3), torch.optim.SGD(held[1::2], 1e-2, momentum=0.9)]
         self.slow = {"weights": [parameter.detach().clone() for parameter in held]}
 
     @torch.no_grad()
@@ -322,3 +322,70 @@ class Several(torch.optim.Optimizer):
 @pytest.mark.parametrize("samples", [8, 512])
 def test_what_an_optimizer_keeps_in_its_attributes_counts(samples: int) -> None:
     check_counted(Several, samples, Several.kept)
+
+
+class Averaged:
+    """Weights averaged over steps, in an object of one's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.weights[name].lerp_(parameter, 0.1)
+
+
+def with_hooks(model: nn.Module) -> tuple[Any, Callable[[], list[Any]]]:
+    """An optimizer whose hooks move a schedule on, count, and average weights in two ways; and what these have come to."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-1, total_steps=40)
+    averaged, own, counts = torch.optim.swa_utils.AveragedModel(model), Averaged(model), [0]
+
+    def before(*_: Any) -> None:
+        counts[0] += 1
+
+    def after(*_: Any) -> None:
+        schedule.step()
+        own.update()
+        averaged.update_parameters(model)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return optimizer, lambda: [
+        *schedule.get_last_lr(),
+        schedule.last_epoch,
+        counts[0],
+        *averaged.state_dict().values(),
+        *own.weights.values(),
+    ]
+
+
+def with_optimizers(model: nn.Module) -> tuple[Any, Callable[[], list[Any]]]:
+    """An optimizer that steps others, one of them in an optimizer that it holds."""
+    optimizer = Several(model.parameters())
+    outer = Several(model.parameters())
+    outer.steps = [optimizer]  # type: ignore[list-item]
+    return outer, lambda: [*optimizer.kept(), *outer.slow["weights"]]
+
+
+@pytest.mark.parametrize("made", [with_hooks, with_optimizers])
+def test_what_hooks_and_inner_optimizers_keep_is_put_back_after_a_rehearsal(
+    made: Callable[[nn.Module], tuple[Any, Callable[[], list[Any]]]],
+) -> None:
+    """It was two steps ahead of the parameters, so training went another way than plain PyTorch."""
+    batch = rows(8)
+    ends = []
+    for rehearses in (False, True):
+        model = chain()
+        optimizer, kept = made(model)
+        for step in range(5):
+            if rehearses and step in {0, 3}:
+                memfit.fit(model, batch, squared_error, "1GiB", optimizer)
+            squared_error(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            model.zero_grad()
+        ends.append([*kept(), *model.parameters()])
+    assert len(ends[0]) == len(ends[1])
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*ends, strict=True))

@@ -27,6 +27,9 @@ PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 OF_EVERY_MODULE: Final = vars(nn.Module()).keys()  # names of attributes
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, torch.dtype)
 _OF_LIBRARIES: Final = ("torch.", "numpy.", "builtins.", "lightning.", "pytorch_lightning.", "transformers.")
+_STEPPED: Final = (
+    "torch.optim."  # what a step changes all the same: optimizers that one steps, schedules that its hook moves on
+)
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
@@ -73,10 +76,11 @@ class Attributes:
             held, inside = (vars(value),), None
         elif (generator := _generator(value)) is not None:
             self._generators.append(generator)
-        elif inside not in (None, type(value)):
+        elif inside not in (None, type(value)) and not isinstance(value, torch.optim.Optimizer):
             del self._seen[id(value)]  # it may be a root, too, or be met in a list
         elif not isinstance(value, _OPAQUE) and isinstance(getattr(value, "__dict__", None), dict):
-            if f"{type(value).__module__}.".startswith(_OF_LIBRARIES):
+            module = f"{type(value).__module__}."
+            if module.startswith(_OF_LIBRARIES) and not module.startswith(_STEPPED):
                 return
             held, inside = (vars(value),), type(value)
         yield from ((each, inside) for each in held)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.capture.capture import capture
+from memfit.capture.capture import capture, capture_real
 from memfit.capture.isolation import lent
 from memfit.capture.source import StepSource
 from memfit.techniques.choices import BASELINE
@@ -80,3 +80,19 @@ def test_what_the_step_before_left_is_there_in_every_capture() -> None:
     for captured in (first, capture(source, BASELINE, after=first)):
         assert captured.graded is None
         assert captured.trace.bytes_of(Category.BUFFER) == 4 * 8 * 4
+
+
+def test_a_capture_on_real_tensors_leaves_what_the_loss_holds() -> None:
+    """It runs operations below the mode that undoes writes: a moving average in the loss went on with each capture."""
+    model, average = nn.Linear(8, 8), nn.Linear(8, 8)
+    before = {name: value.clone() for name, value in average.state_dict().items()}
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        made = model(x)
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+        return (made - average(x)).square().mean()
+
+    capture_real(StepSource(model, torch.rand(4, 8), loss), BASELINE)
+    assert all(torch.equal(value, before[name]) for name, value in average.state_dict().items())

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit import dispatch
 from memfit.capture.extreme_draws import at_the_end
+from memfit.capture.isolation import before_unseen
 from memfit.capture.known_results import run_fake
 
 if TYPE_CHECKING:
@@ -40,4 +41,5 @@ def _run_real(func: OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...
         if any(t.device.type == "meta" for t in made):
             return result
     with _disable_current_modes():
+        before_unseen(func, args, kwargs)
         return func(*args, **kwargs)

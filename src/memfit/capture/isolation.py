@@ -9,17 +9,18 @@ tensors are exchanged inside the modules and put back at the end, together with 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.batches import Batch, leaves
 from memfit.dispatch import DispatchMode, has_storage, storage_key, written
 from memfit.step.absent import Absent
-from memfit.step.attributes import Attributes, Container, besides_modules, held_by
+from memfit.step.attributes import Attributes, Container, besides_modules, held_by, items_of
 from memfit.storage.raw_bytes import flat_storage
 
 # Tensors outside of modules' own attributes are copied up to this size; larger ones are no state of a model, as a rule, but data.
@@ -248,19 +249,41 @@ class _CopiesAtWrite(DispatchMode):
 
     Attributes:
         contents: by storage, the bytes that were in it.
+        present: those that are on.
     """
+
+    present: ClassVar[list[_CopiesAtWrite]] = []
 
     def __init__(self, storages: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = set(storages)
         self.contents: dict[int, torch.Tensor] = {}
 
+    def __enter__(self) -> Self:
+        self.present.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.present.remove(self)
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written(func, args, kwargs or {}):
+        self.look(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def look(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation is about to run."""
+        for tensor in written(func, args, kwargs):
             key = storage_key(tensor) if has_storage(tensor) else None
             if key is not None and key in self._storages and key not in self.contents:
                 self.contents[key] = flat_storage(tensor.untyped_storage()).clone()
-        return func(*args, **(kwargs or {}))
+
+
+def before_unseen(func: Any, args: Any, kwargs: Any) -> None:
+    """An operation is about to run below all modes: what it writes is copied as if they saw it."""
+    for watch in _CopiesAtWrite.present:
+        watch.look(func, args, kwargs)
 
 
 def _exchange(value: Any, exchanged: Callable[[torch.Tensor], torch.Tensor], lists: dict[int, list[Any]]) -> Any:

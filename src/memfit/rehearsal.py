@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from memfit.step.guard import Guard, Trained
 from memfit.step.held_tensors import model_tensors
 from memfit.step.optimizer_state import set_optimizer
 from memfit.step.process_generators import seed_alike
-from memfit.step.program import LossBy, own_optimizer, state_tensors
+from memfit.step.program import LossBy, hooks_of, own_optimizer, state_tensors
 from memfit.units import format_budget, format_bytes
 from memfit.values.plan import Plan
 from memfit.values.report import Rehearsal, StepRecord
@@ -201,7 +201,7 @@ def _all_put_back(engine: Engine) -> Iterator[None]:
     kept = engine.stream.resident if engine.stream is not None else list(engine.model.parameters())
     kept = kept if engine.sharded is None else engine.sharded.parameters()
     optimizer = own_optimizer(engine.optimizer)
-    hooks = _hooks_of(optimizer)
+    hooks = hooks_of(optimizer)
     called = [engine.loss_fn, *hooks]
     attributes = Attributes([*engine.model.modules(), *(module for each in called for module in held_by(each))])
     written = {
@@ -227,12 +227,6 @@ def _noted_by(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torc
     """What an optimizer notes besides its state: in attributes of its own (weights to go back to, a count of steps), and of the parameters that it steps."""
     own = [] if optimizer is None or type(optimizer).__module__.startswith("memfit.") else [vars(optimizer)]
     return Attributes([*own, *(vars(parameter) for parameter in parameters if parameter.requires_grad)])
-
-
-def _hooks_of(optimizer: torch.optim.Optimizer | None) -> list[Callable[..., Any]]:
-    """What runs before and after each update: averages of weights, schedules, counts."""
-    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
 
 
 def _tensors_in(noted: Attributes, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

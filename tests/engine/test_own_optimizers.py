@@ -324,6 +324,27 @@ def test_what_an_optimizer_keeps_in_its_attributes_counts(samples: int) -> None:
     check_counted(Several, samples, Several.kept)
 
 
+class Seldom(Several):
+    """Goes back to earlier weights in its tenth step, which no test comes to."""
+
+    steps_taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps_taken += 1
+        if self.steps_taken % 10 == 0:
+            super().step(closure)
+            return
+        for each in self.steps:
+            each.step()
+
+
+@pytest.mark.parametrize("samples", [8, 512])
+def test_weights_that_an_update_does_not_touch_count(samples: int) -> None:
+    """They were missing from the prediction."""
+    check_counted(Seldom, samples, Seldom.kept)
+
+
 class Averaged:
     """Weights averaged over steps, in an object of one's own."""
 
@@ -389,3 +410,70 @@ def test_what_hooks_and_inner_optimizers_keep_is_put_back_after_a_rehearsal(
         ends.append([*kept(), *model.parameters()])
     assert len(ends[0]) == len(ends[1])
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*ends, strict=True))
+
+
+def averaging(model: nn.Module) -> tuple[Callable[[Parameters], torch.optim.Optimizer], Callable[[], list[Tensor]]]:
+    """Makes optimizers whose hook averages the weights, in two ways that are there before any of them; and the averages."""
+    averaged, own = torch.optim.swa_utils.AveragedModel(model), Averaged(model)
+
+    def after(*_: Any) -> None:
+        averaged.update_parameters(model)
+        own.update()
+
+    def make(parameters: Parameters) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(parameters, 1e-2, fused=True)
+        made.register_step_post_hook(after)
+        return made
+
+    return make, lambda: [*averaged.state_dict().values(), *own.weights.values()]
+
+
+@pytest.mark.parametrize("samples", [8, 512])
+def test_averages_in_hooks_are_left_by_planning_and_counted(samples: int) -> None:
+    """Captures went on with them, on fake tensors, too, and the meter left them out."""
+    batch, model, fitted = rows(samples), chain(), chain()
+    make, kept = averaging(model)
+    plain = make(model.parameters())
+    for _ in range(3):
+        squared_error(model, batch).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+        plain.zero_grad()
+    make, ours = averaging(fitted)
+    engine = memfit.fit(fitted, batch, squared_error, "1GiB", make, fixed={"micro_batches": 1})
+    peaks = [engine.step(batch, meter=True).peak_bytes for _ in range(3)]
+    both = zip([*kept(), *model.parameters()], [*ours(), *fitted.parameters()], strict=True)
+    assert all(torch.equal(a, b) for a, b in both)
+    assert peaks[1:] == [engine.plan.prediction.peak_bytes] * 2
+    assert engine.plan.prediction.peak_bytes > 2 * sum(tensor.nbytes for tensor in kept())
+
+
+def test_an_optimizer_that_the_loss_steps_is_left_by_planning_and_counted() -> None:
+    """A rehearsal went on with its state, and the meter left it out."""
+    batch, ends, peaks = rows(8), [], []
+    for planned in (False, True):
+        model, other = chain(), chain(1)
+        stepped = torch.optim.Adam(other.parameters(), 1e-2)
+
+        def loss(
+            generator: nn.Module, batch: Any, other: nn.Module = other, stepped: torch.optim.Optimizer = stepped
+        ) -> Tensor:
+            made = generator(batch[0])
+            stepped.zero_grad()
+            (other(made.detach()) - batch[1]).square().mean().backward()
+            stepped.step()
+            stepped.zero_grad()
+            return other(made).square().mean()
+
+        if planned:
+            engine = memfit.fit(model, batch, loss, "1GiB", fixed={"micro_batches": 1})
+            peaks = [engine.step(batch, meter=True).peak_bytes for _ in range(3)]
+            assert peaks[1:] == [engine.plan.prediction.peak_bytes] * 2
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            for _ in range(3):
+                loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                model.zero_grad()
+        state = [tensor for each in stepped.state.values() for tensor in each.values()]
+        ends.append([*state, *other.parameters(), *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import torch
 from torch import nn
 
-from memfit.step.attributes import Attributes
+from memfit.step.attributes import Attributes, held_by, values_of
 
 
 def test_an_ordered_dictionary_that_grew_can_be_read_again() -> None:
@@ -47,3 +48,25 @@ def test_a_tuple_without_a_length_is_looked_into() -> None:
     inner.append(2)
     before.put_back()
     assert inner == [1]
+
+
+def test_what_is_under_a_decorator_is_found() -> None:
+    """A loss with a decorator of torch, or a method without gradients, seemed to hold nothing."""
+    teacher, classes = nn.Linear(2, 2), torch.ones(2)
+
+    class Weights:
+        def __init__(self) -> None:
+            self.classes = classes
+
+        @torch.no_grad()
+        def apply(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.classes
+
+    weights = Weights()
+
+    @torch.enable_grad()
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - weights.apply(teacher(batch))).sum()
+
+    assert held_by(loss) == [teacher]
+    assert any(each is classes for each in values_of(loss))

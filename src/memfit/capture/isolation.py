@@ -164,6 +164,49 @@ def hidden_kept(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterato
 
 
 @contextmanager
+def functions_kept(functions: Sequence[Callable[..., Any]], model: nn.Module) -> Iterator[None]:
+    """What functions change besides the model is undone at exit: modules and objects that they hold, with their tensors (averages of weights, schedules).
+
+    Args:
+        functions: the hooks of an optimizer, called while it steps what is lent.
+        model: not looked at.
+    """
+    if not functions:
+        yield
+        return
+    own = set(model.modules())
+    modules = [each for function in functions for each in held_by(function) if each not in own]
+    noted = [Attributes(modules), *map(besides_modules, functions)]
+    mine = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found = {
+        id(value): value
+        for each in noted
+        for container in each.containers
+        for value in items_of(container)
+        if isinstance(value, torch.Tensor) and id(value) not in mine and _is_kept(value)
+    }
+    with _disable_current_modes():  # real ones stay real among fake ones, and so do their copies
+        before = [(t, t.detach(), t._version, t.detach().to("cpu", copy=True)) for t in found.values()]
+    try:
+        yield
+    finally:
+        with _disable_current_modes(), torch.no_grad():
+            for tensor, alias, version, contents in before:
+                if tensor.untyped_storage().data_ptr() != alias.untyped_storage().data_ptr():
+                    tensor.data = alias
+                alias.copy_(contents)
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+            for each in noted:
+                each.put_back()
+
+
+def _is_kept(tensor: torch.Tensor) -> bool:
+    """Whether it is small enough to be copied, and has values."""
+    real = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type != "meta" and has_storage(tensor)
+    return real and not tensor.is_inference() and tensor.untyped_storage().nbytes() <= LARGEST_PRIVATE_BYTES
+
+
+@contextmanager
 def parameters_kept(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[Callable[[], list[str]]]:
     """What a real forward writes into parameters (a momentum encoder's average, `p.data = ...`) is undone at exit, versions included; and what it freezes.
 

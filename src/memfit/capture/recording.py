@@ -21,6 +21,7 @@ from memfit.capture.calls import ResultLayouts
 from memfit.capture.captured import Captured
 from memfit.capture.comparing import forward_names
 from memfit.capture.generator_states import following_generator_states
+from memfit.capture.isolation import functions_kept
 from memfit.capture.recorder import Recorder
 from memfit.capture.source import StepSource, made_by_its_first_forward, model_digest
 from memfit.capture.views_made_anew import ViewsMadeAnew
@@ -35,7 +36,7 @@ from memfit.step.given import steps_alone
 from memfit.step.held_tensors import loss_tensors, model_tensors
 from memfit.step.other_kernels import run_as_written
 from memfit.step.process_generators import outside_torch
-from memfit.step.program import StepProgram, state_tensors
+from memfit.step.program import StepProgram, held_by_optimizer, hooks_of, own_optimizer
 from memfit.step.unrestored import FoundByCall, HeldByModules
 from memfit.techniques.choices import Choices
 from memfit.techniques.freezing.freeze import Forced, watching
@@ -82,16 +83,18 @@ def record(
         step = _StepRecording(source, micro_batches, choices, recorder, graded, sharded)
         parameters = {name: (parameter, parameter.shape) for name, parameter in source.model.named_parameters()}
         trained = _trained(source.model)
-        step.first_pass()
-        refrozen = _trained(source.model) != trained  # by forward
-        made_by_its_first_forward(source.model, parameters)
-        del parameters
-        step.register()
-        # A GPU's generator states lie in host memory.
-        states = following_generator_states(step.recorder) if source.cuda is None else nullcontext()
-        before = fingerprint(source.model) if source.forwards_before == 0 else {}
-        with step.recorder, states:
-            step.run()
+        with functions_kept(hooks_of(own_optimizer(step.program.optimizer)), source.model):
+            step.train_before()
+            step.first_pass()
+            refrozen = _trained(source.model) != trained  # by forward
+            made_by_its_first_forward(source.model, parameters)
+            del parameters
+            step.register()
+            # A GPU's generator states lie in host memory.
+            states = following_generator_states(step.recorder) if source.cuda is None else nullcontext()
+            before = fingerprint(source.model) if source.forwards_before == 0 else {}
+            with step.recorder, states:
+                step.run()
         after = fingerprint(source.model) if before else {}
         operations, storages, saves = recorder.tables()
         gathered = recorder.gathered()
@@ -205,8 +208,6 @@ class _StepRecording:
         self._once: list[str] = []  # operations of the pass that is not recorded
         # Identities of the parameters whose gradients went into their updates inside backward.
         self._updated: set[int] = set()
-        for _ in range(source.steps_before):
-            self._train()
 
     @property
     def once(self) -> list[str] | None:
@@ -218,6 +219,11 @@ class _StepRecording:
         """The step; there until `finish`."""
         assert self._program is not None
         return self._program
+
+    def train_before(self) -> None:
+        """[0] The steps after which the recorded one comes."""
+        for _ in range(self._source.steps_before):
+            self._train()
 
     def first_pass(self) -> None:
         """[1] A first forward, not recorded: what models build once (caches, lazy parameters) is there afterwards.
@@ -425,7 +431,7 @@ def _make_state(program: StepProgram, recorder: Recorder) -> None:
         steps_alone(optimizer)
     recorder.recording = recording
     here = device_of(program.model).type
-    state = state_tensors(program.optimizer)
+    state = held_by_optimizer(program.optimizer)
     recorder.register((t for t in state if t.device.type == here), Category.OPTIMIZER_STATE)
     recorder.register((t for t in state if t.device.type != here), Category.OPTIMIZER_STATE, counts=False)
 

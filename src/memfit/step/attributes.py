@@ -7,6 +7,7 @@ loss function closes over. It is noted before something is run that training doe
 from __future__ import annotations
 
 import dis
+import inspect
 import random
 import types
 from collections import OrderedDict, deque
@@ -162,7 +163,7 @@ def values_of(function: Callable[..., Any] | None) -> list[Any]:
     Of objects among these, what is in the attributes that the function or the methods that it calls name (`self.teacher`), and of containers, what is in them.
     """
     found = _directly(function)
-    code = getattr(getattr(function, "__func__", getattr(function, "func", function)), "__code__", None)
+    code = getattr(_undecorated(getattr(function, "__func__", getattr(function, "func", function))), "__code__", None)
     names = ("__call__",) if code is None else code.co_names
     return [*found, *(inner for value in found for inner in _named_in(value, names))]
 
@@ -183,7 +184,7 @@ def _named_in(value: Any, names: Iterable[str]) -> list[Any]:
         if name in seen:
             continue
         seen.add(name)
-        method = getattr(type(value), name, None)
+        method = _undecorated(getattr(type(value), name, None))
         if name in own:
             found += [own[name], *(_named_in(own[name], ()) if type(own[name]) in (list, tuple, dict) else ())]
         elif isinstance(method, types.FunctionType):
@@ -198,6 +199,9 @@ def _directly(function: Callable[..., Any] | None) -> list[Any]:
         return [function.__self__, *_directly(function.__func__)]
     if isinstance(function, partial):
         return [*_directly(function.func), *function.args, *function.keywords.values()]
+    if _undecorated(function) is not function:
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+        return [*(each for each in cells if each is not _undecorated(function)), *_directly(_undecorated(function))]
     if isinstance(function, types.FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         named = [function.__globals__.get(name) for name in _globals_named(function.__code__)]
@@ -205,6 +209,11 @@ def _directly(function: Callable[..., Any] | None) -> list[Any]:
         inner = [v for each in near if each.__globals__ is function.__globals__ for v in _held_inside(each, function)]
         return [*cells, *inner, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *named]
     return [function]
+
+
+def _undecorated(function: Any) -> Any:
+    """What a decorator has wrapped (`torch.no_grad()`, autocast), which names and closes over what the wrapper does not."""
+    return inspect.unwrap(function) if isinstance(function, types.FunctionType) else function
 
 
 @lru_cache(maxsize=1024)  # asked in every step, and to take a long function apart takes a millisecond

@@ -13,7 +13,7 @@ from memfit.step.attributes import values_of
 
 
 def loss_tensors(loss_fn: Callable[..., Any] | None) -> list[torch.Tensor]:
-    """Tensors that a loss function has besides its arguments, alone (class weights) and in modules (a teacher)."""
+    """Tensors that a loss function has besides its arguments: alone (class weights), in modules (a teacher), and the state of optimizers that it steps."""
     found: list[torch.Tensor] = []
     for value in values_of(loss_fn):
         if isinstance(value, torch.Tensor):
@@ -22,6 +22,8 @@ def loss_tensors(loss_fn: Callable[..., Any] | None) -> list[torch.Tensor]:
             parameters = list(value.parameters())
             found += [*parameters, *value.buffers(), *model_tensors(value)]
             found += [p.grad for p in parameters if p.grad is not None]
+        elif isinstance(value, torch.optim.Optimizer):  # a discriminator's, which the loss steps
+            found += tensors_within(value.state.values())
     return found
 
 

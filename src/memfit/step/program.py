@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from memfit.batches import Batch, LossFunction, loss_of
 from memfit.errors import InputError, NonFiniteLossError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.device import device_of
-from memfit.step.held_tensors import tensors_within
+from memfit.step.held_tensors import loss_tensors, tensors_within
 from memfit.step.loss_value import LossValue
 from memfit.step.modules import forget_modules, let_go_of_gradients
 from memfit.techniques.autocast.precision import Scaling
@@ -47,11 +48,16 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def held_by_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Its state, and what lies in attributes of a user's own class: weights to go back to (lookahead), the state of optimizers that it steps."""
+    """Its state; what lies in attributes of a user's own class (weights to go back to, the state of optimizers that it steps); and what its hooks hold."""
     own = own_optimizer(optimizer)
-    return state_tensors(optimizer) + (
-        [] if type(own).__module__.startswith("memfit.") else tensors_within([vars(own)])
-    )
+    attributes = [] if type(own).__module__.startswith("memfit.") else tensors_within([vars(own)])
+    return [*state_tensors(optimizer), *attributes, *(t for hook in hooks_of(own) for t in loss_tensors(hook))]
+
+
+def hooks_of(optimizer: torch.optim.Optimizer | None) -> list[Callable[..., Any]]:
+    """What runs before and after each update: averages of weights, schedules, counts."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
 
 
 @dataclass(slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn import functional
 import memfit
 import small
 from memfit import batches
+from memfit.integrations.ranks import SharedStep
 from models import build_gpt
 from models.padded import LENGTH, Padded, loss_of, tokens
 
@@ -284,3 +286,116 @@ def without_a_gradient(rank: int, plans: Sequence[dict[str, Any]]) -> list[tuple
             engine.sharded.close()
         found.append((str(raised.value), unchanged, left, small.same(*ends)))
     return found
+
+
+def refuse(*_: Any) -> NoReturn:
+    raise ValueError("it is enough")
+
+
+def beside_a_rank_that_fails(
+    rank: int, plans: Sequence[dict[str, Any]], where: str, by: str
+) -> list[tuple[str, bool, bool]]:
+    """For each plan: what the second of three steps raises, in whose last micro-batch the last rank fails, and whether anything has changed.
+
+    And whether the parameters after all steps are those of a run without it.
+
+    Args:
+        where: "graph" where its loss requires no gradient, "backward" where that raises half-way, or "forward".
+        by: "engine", or "trainer" where the steps are not the engine's.
+    """
+    found = []
+    for data in plans:
+        plan, ends = memfit.Plan.from_json(data), []
+        for troubled in (True, False):
+            model, losses, fails = small.chain(3), [0], [-1]
+
+            def loss_fn(model: nn.Module, batch: Any, losses: list[int] = losses, fails: list[int] = fails) -> Tensor:
+                losses[0] += 1
+                if losses != fails:
+                    return small.squared_error(model, batch)
+                if where == "forward":
+                    refuse()
+                handle = model.get_submodule("4").register_forward_hook(
+                    lambda *given: given[-1].register_hook(refuse) and None
+                )
+                loss = small.squared_error(model, batch)
+                handle.remove()
+                return loss.detach() if where == "graph" else loss
+
+            engine = memfit.apply(plan, model, loss_fn, sgd)
+            assert engine.sharded is not None
+            assert engine.optimizer is not None
+            own = part_of(small.rows(64), rank, engine.sharded.ranks)
+            shared = SharedStep(engine.sharded, accumulates=False)
+            for step in range(3 if troubled else 2):
+                before = whole(model)
+                fails[0] = losses[0] + plan.choices.micro_batches if step == 1 and troubled and rank else -1
+                try:
+                    if by == "engine":
+                        engine.step(own)
+                        continue
+                    with shared.micro_batch(last=True):
+                        with engine.forward():
+                            loss = loss_fn(model, own)
+                        loss.backward()
+                    engine.optimizer.step()
+                except (memfit.EngineError, memfit.InputError, RuntimeError, ValueError) as error:
+                    told, unchanged = f"{type(error).__name__}: {error}", small.same(whole(model), before)
+                engine.optimizer.zero_grad()
+            ends.append(whole(model))
+            engine.sharded.close()
+        found.append((told, unchanged, small.same(*ends)))
+    return found
+
+
+def looped_without_a_gradient(rank: int, plans: Sequence[dict[str, Any]], loop: str) -> list[tuple[str, bool, bool]]:
+    """For each plan: what is raised in the second of three steps that are not the engine's, in which a parameter gets no gradient on the last rank.
+
+    And whether anything has changed, and whether the parameters after all steps are those of a run without it.
+
+    Args:
+        loop: "clipped" or "accumulated" in a loop of the script's own, "left out" or "skipped" where that rank
+            leaves its backward out, or the batch, or "trainer".
+    """
+    found = []
+    for data in plans:
+        plan, ends, told, unchanged = memfit.Plan.from_json(data), [], "", False
+        for troubled in (True, False):
+            model = Detaching()
+            engine = memfit.apply(plan, model, small.squared_error, sgd)
+            assert engine.sharded is not None
+            assert engine.optimizer is not None
+            # All ranks leave a batch out, which is no trouble.
+            with engine.forward():
+                small.squared_error(model, small.rows(16))
+            own = part_of(small.rows(64), rank, engine.sharded.ranks)
+            shared = SharedStep(engine.sharded, accumulates=False)
+            for step in range(3 if troubled else 2):
+                lacks = troubled and step == 1 and rank == engine.sharded.ranks - 1
+                model.without = (1, 1 << 30) if lacks else (-1, -1)
+                before = whole(model)
+                try:
+                    for _ in range(2 if loop == "accumulated" else 1):
+                        with shared.micro_batch(last=True) if loop == "trainer" else nullcontext():
+                            with engine.forward():
+                                loss = small.squared_error(model, own)
+                            if loop not in {"left out", "skipped"} or not lacks:
+                                loss.backward()
+                    if loop == "clipped":
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    if loop == "skipped" and lacks:
+                        with engine.forward():
+                            pass
+                    engine.optimizer.step()
+                except memfit.EngineError as error:
+                    told, unchanged = str(error), small.same(whole(model), before)
+                engine.optimizer.zero_grad()
+            ends.append(whole(model))
+            engine.sharded.close()
+        found.append((told, unchanged, small.same(*ends)))
+    return found
+
+
+def each(rank: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What a function of this module tells of each case, in the same processes."""
+    return [function(rank, *case) for case in cases]

@@ -184,6 +184,44 @@ def test_a_parameter_without_a_gradient_on_one_rank_is_told_to_all_and_the_next_
             assert alike
 
 
+def test_a_parameter_without_a_gradient_on_one_rank_is_told_to_all_in_loops_that_are_not_the_engines() -> None:
+    """That rank took an update of its own, or raised, and the others waited in their backward until its process had ended."""
+    plans = [planned(steps.detaching, "sgd", setting_of(way, 2), 1).to_json() for way in ("data", "zero1")]
+    loops = ("clipped", "accumulated", "left out", "skipped", "trainer")
+    cases = [(plans, loop) for loop in loops]
+    for of_rank in on_ranks(2, steps.each, steps.looped_without_a_gradient, cases, limit=30.0):
+        for loop, of_plans in zip(loops, of_rank, strict=True):
+            which = "body.weight" if loop in {"left out", "skipped"} else "head.bias"
+            for told, unchanged, alike in of_plans:
+                assert told.startswith(
+                    f"on rank 1 a parameter gets no gradient in this step ({which}), which Distributed"
+                )
+                assert unchanged
+                assert alike
+
+
+def test_a_rank_that_fails_in_a_step_is_told_to_all_and_the_next_step_goes_on() -> None:
+    """The others waited in their backward until its process had ended: for ever, where its script went on."""
+    divided, undivided = (
+        [planned(half_of_chain, "sgd", setting_of(way, 2), parts).to_json() for way, parts in ways]
+        for ways in ([("data", 1), ("zero1", 2)], [("data", 1), ("zero1", 1)])
+    )
+    cases = [
+        (divided if by == "engine" else undivided, where, by)
+        for where in ("graph", "forward", "backward")
+        for by in ("engine", "trainer")
+    ]
+    first, last = on_ranks(2, steps.each, steps.beside_a_rank_that_fails, cases, limit=30.0)
+    for (_, where, by), of_first, of_last in zip(cases, first, last, strict=True):
+        without_graph = (
+            "InputError: the loss does not depend" if by == "engine" else "RuntimeError: element 0 of tensors"
+        )
+        for (told, *after), (own, *after_own) in zip(of_first, of_last, strict=True):
+            assert own.startswith(without_graph if where == "graph" else "ValueError: it is enough")
+            assert told == f"EngineError: rank 1 has failed in this step, and no rank has taken it: {own}"
+            assert after == after_own == [True, True]
+
+
 def test_ranks_agree_as_often_in_many_micro_batches_as_in_one() -> None:
     plans = [
         planned(half_of_chain, "sgd", setting_of(way, 2), parts).to_json()

@@ -11,7 +11,7 @@ from torch import nn
 
 from memfit import batches
 from memfit.batches import Batch
-from memfit.errors import BatchError, EngineError
+from memfit.errors import BatchError
 from memfit.sharding.sharded import ShardedModel
 from memfit.step.program import non_finite
 from memfit.values.plan import Plan
@@ -146,7 +146,7 @@ class Accumulated:
 
         Raises:
             NonFiniteLossError: as asked for.
-            EngineError: a rank lacks a gradient; all of them raise.
+            EngineError: a rank lacks a gradient, or has failed; all of them raise.
         """
         own, agreement = self.loss, sharded.agreement
         finite = not check_finite or math.isfinite(own)
@@ -155,11 +155,7 @@ class Accumulated:
             return
         rank, lacking = trouble
         if lacking is not None:
-            name = [name for name, p in sharded.model.named_parameters() if p.requires_grad][lacking]
-            raise EngineError(
-                f"on rank {rank} a parameter gets no gradient in this step ({name}), which DistributedDataParallel does not bear, and no rank has taken it: "
-                "use all parameters in every step (in the last micro-batch, too) on every rank, or train with ZeRO 2 or 3"
-            )
+            sharded.raise_lacking(rank, lacking)
         if rank == agreement.rank:
             raise non_finite(f"the loss of this rank, {rank}, is {own}")
         raise non_finite(f"the loss of rank {rank} is infinite or no number")

@@ -22,6 +22,8 @@ OF_SHARDS: Final = 1  # more under ZeRO 2 and 3: whether a rank has used no para
 # Ranks up to which each sends its numbers to every other one. The last one to come waits less than half as long as in an all-reduce, which gloo runs in a
 # thread of its own (docs/design/log.md). Of more ranks an all-reduce takes fewer messages.
 FEW_RANKS: Final = 8
+_FAILED: Final = -1  # in place of what a rank lacks
+_EVERYTHING: Final = -2  # likewise
 _MOST: Final = 3  # numbers that a rank tells at once
 _TAG: Final = 7021  # of these messages, beside a pipeline's in the same group
 
@@ -115,6 +117,44 @@ class Agreement:
         self.rows((0, 0))
         self.of_all(str(error))
 
+    def lacking(self, own: int | None, *, everything: bool) -> tuple[int, int] | None:
+        """The lowest rank on which a parameter got no gradient, and that one's number; None where all got theirs on all ranks, and where none got any on any.
+
+        Args:
+            own: of this rank, as for `losses`.
+            everything: none got one on this rank.
+
+        Raises:
+            EngineError: a rank has failed (`fail`).
+        """
+        told = [number for (number,) in self.rows((_EVERYTHING if everything else 0 if own is None else own + 1,))]
+        self._hear_of_failure(told)
+        if all(number == _EVERYTHING for number in told):
+            return None
+        return next(((rank, max(0, int(number) - 1)) for rank, number in enumerate(told) if number), None)
+
+    def fail(self, error: Exception, *, alone: bool) -> None:
+        """This rank's forward or backward has failed: in place of `losses`, or of `lacking`, which raises on the others.
+
+        Args:
+            error: why.
+            alone: in place of `lacking`.
+        """
+        self.rows((_FAILED,) if alone else (0.0, 0, _FAILED))
+        self.of_all(f"{type(error).__name__}: {error}")
+
+    def _hear_of_failure(self, told: Sequence[float]) -> None:
+        """Raise where a rank has failed.
+
+        Args:
+            told: what each lacks.
+        """
+        if _FAILED not in told:
+            return
+        reasons = self.of_all("")
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        raise EngineError(f"rank {rank} has failed in this step, and no rank has taken it: {reasons[rank]}")
+
     @staticmethod
     def _raise_refusal(reasons: Sequence[str]) -> NoReturn:
         """On the ranks that would have taken the step.
@@ -132,8 +172,12 @@ class Agreement:
             own: of this rank.
             finite: whether it is, where that is asked for.
             lacking: number of a parameter that got no gradient on this rank; None where all got theirs.
+
+        Raises:
+            EngineError: a rank has failed (`fail`).
         """
         told = self.rows((own if finite else 0.0, not finite, 0 if lacking is None else lacking + 1))
+        self._hear_of_failure([number for *_, number in told])
         trouble = (
             Trouble(rank, int(number) - 1 if number else None)
             for rank, (_, bad, number) in enumerate(told)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,9 @@ class DataParallel(ShardedModel):
     DistributedDataParallel lays its buckets out anew after the first backward, by the order in which gradients came; for a moment there are two of each.
     So that no step differs from another, zero gradients are sent through before the first one, in the reverse order of the parameters.
 
+    A rank on which a parameter has got no gradient sends something in its place all the same, or the others would wait for it in their backward: zeros where
+    ranks tell each other what they lack before the update, and else no numbers, by which the others see that there is something to be told.
+
     Args:
         model, group: as for `ShardedModel`.
         synchronised: whether the parameters of rank 0 are sent to all at the start; False in a capture.
@@ -58,17 +63,20 @@ class DataParallel(ShardedModel):
                 init_sync=synchronised,
             )
         self._expect_gradients()
-        self._send_zeros(self.trainable())
+        self._send(0.0, self.trainable())
         self._engine.reducer._rebuild_buckets()
         self._expect_gradients()
-        self._send_zeros(self.trainable())
+        self._send(0.0, self.trainable())
         self._views = [(p, p.grad.detach()) for p in self.trainable() if p.grad is not None]
         self._buckets = list({dispatch.storage_key(view): view for _, view in self._views}.values())
+        self._firsts = [view.as_strided((), (), 0) for view in self._buckets]  # numbers of the buckets
         for parameter in self.trainable():
             parameter.grad = None
         self._cleared: list[tuple[int, int]] = []  # gradients as `clear` has left them
-        self._expected_beside: list[tuple[int, int]] = []  # gradients as a step's last backward finds them
+        self._written_before = self._written()  # by the last backward of a step
         self._lacking: int | None = None
+        self._last, self._collected = True, True  # the micro-batch in progress, and what its backward has sent
+        self._awaited = False  # gradients, in a loop that is not the engine's
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
@@ -79,10 +87,11 @@ class DataParallel(ShardedModel):
         self._engine.reducer.prepare_for_backward([])
 
     @staticmethod
-    def _send_zeros(parameters: Sequence[nn.Parameter]) -> None:
+    def _send(number: float, parameters: Sequence[nn.Parameter]) -> None:
+        """As the gradients of these."""
         for parameter in reversed(parameters):
             torch.autograd.backward(
-                parameter, torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
+                parameter, torch.full((), number, dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
             )
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -109,7 +118,9 @@ class DataParallel(ShardedModel):
     ) -> torch.optim.Optimizer:
         """The user's own; under ZeRO 1 one like it for this rank's parameters."""
         made = make(iter(self.trainable()))
-        return sharded_state(made, self.group, arrange) if self._shards_state else arrange(made)
+        made = sharded_state(made, self.group, arrange) if self._shards_state else arrange(made)
+        made.register_step_pre_hook(lambda *_: self.collect_awaited())
+        return made
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Under ZeRO 1 the one inside of torch's."""
@@ -121,6 +132,8 @@ class DataParallel(ShardedModel):
         for parameter, view in [] if last else self._views:
             if parameter.grad is None:
                 parameter.grad = view.zero_()
+        self._written_before = self._written()
+        self._last, self._collected = last, False
         with nullcontext() if last else self._engine.no_sync():
             yield
 
@@ -131,7 +144,7 @@ class DataParallel(ShardedModel):
             yield
         if last:
             self._expect_gradients()
-            self._expected_beside = self._gradients()
+            self._written_before = self._written()
 
     @property
     def learns_paths(self) -> bool:
@@ -150,39 +163,114 @@ class DataParallel(ShardedModel):
         """Which tensors they are, and how often each was written."""
         return [(id(p.grad), p.grad._version) for p, _ in self._views if p.grad is not None]
 
+    def _written(self) -> list[int]:
+        """How often each bucket was, by whatever."""
+        return [first._version for first in self._firsts]
+
     def follow_cleared(self) -> None:
-        """The optimizer's are those of the model."""
+        """The optimizer's are those of the model. From here on this forward's are awaited."""
+        self.collect_awaited()
+        self._awaited = torch.is_grad_enabled() and self._engine.require_backward_grad_sync
+        self._written_before = self._written()
+
+    def collect_awaited(self) -> None:
+        """As `collect`, where gradients are awaited that a loop of the user's own has not collected.
+
+        Where all of a backward was left out, as on a batch that is skipped, others may have done the same, or wait in theirs. So something is sent, but for
+        where the gradients of others are there, which would be spoiled.
+        """
+        if not self._awaited:
+            return
+        if self._written() == self._written_before and any(p.grad is not None for p in self.trainable()):
+            self._awaited = False
+            return
+        self.collect()
 
     def collect(self, *, agrees: bool = False) -> None:
         """They are there, as views of the buckets.
 
-        Where ranks agree, zeros are sent in place of what is missing, so that the backward of the others ends.
-
         Raises:
             CaptureError: a parameter gets none in the step that is planned for.
-            EngineError: a parameter has got none on this rank, so that a part of them was not sent, and other ranks may wait for it; not where they agree.
+            EngineError: a parameter has got none on a rank; on all ranks, not where they agree later.
         """
+        self._awaited = False
         without = self._without()
+        self._collected = True
         self._lacking = without[0] if without else None
-        if not without:
-            return
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        which = ", ".join(names[number] for number in without[:3]) + (", ..." if len(without) > 3 else "")
         if not self.agreement.real:
+            if not without:
+                return
+            names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            which = ", ".join(names[number] for number in without[:3]) + (", ..." if len(without) > 3 else "")
             raise CaptureError(
                 f"a parameter gets no gradient in a step ({which}), which DistributedDataParallel does not bear: leave out what is not used, freeze it "
                 "(requires_grad_(False)), or train with ZeRO 2 or 3"
             )
+        self._send_in_place(without, agrees=agrees)
         if not agrees:
-            raise EngineError(
-                f"on rank {self.agreement.rank} a parameter gets no gradient in this step ({which}), which DistributedDataParallel does not bear, and the "
-                "others wait for it: use all parameters in every step on every rank, or train with ZeRO 2 or 3"
-            )
-        trained = self.trainable()
-        self._send_zeros([trained[number] for number in without])
+            self._hear_of_lacking(everything=len(without) == len(self._views))
+
+    def _send_in_place(self, without: Sequence[int], *, agrees: bool) -> None:
+        """Something for these parameters, so that the backward of the others ends."""
+        trained = [self.trainable()[number] for number in without]
+        if agrees:
+            self._send(0.0, trained)
+            return
+        here = {dispatch.storage_key(self._views[number][1]) for number in without}
+        for first in self._firsts:
+            if dispatch.storage_key(first) in here:  # not sent yet
+                first.fill_(math.nan)
+        self._send(math.nan, trained)
+
+    def fail(self, error: Exception, *, agrees: bool = False) -> None:
+        """Send something in place of what the last backward would have sent, and tell the others why."""
+        self._awaited = False
+        if not self._collected:
+            without = self._begun_without()
+            if without is None and (not self._last or self._written() == self._written_before):  # it has not begun
+                self._expect_gradients()
+                without = list(range(len(self._views)))
+            self._send_in_place(without or [], agrees=agrees)
+            self._collected = True
+        self._free_gradients()
+        self.agreement.fail(error, alone=not agrees)
+
+    def _hear_of_lacking(self, *, everything: bool) -> None:
+        """Ask all ranks what they lack, where what was sent says that one does (or a loss was no number): all were sent the same, so all ask.
+
+        Args:
+            everything: this one lacks all gradients; where all ranks do, they have left out a backward together.
+
+        Raises:
+            EngineError: a rank lacks a gradient, or has failed; gradients are let go.
+        """
+        if not any(cmath.isnan(first.item()) for first in self._firsts):
+            return
+        try:
+            told = self.agreement.lacking(self._lacking, everything=everything)
+        except EngineError:
+            self._free_gradients()
+            raise
+        if told is None and not everything:
+            return
+        self._free_gradients()
+        if told is not None:
+            self.raise_lacking(*told)
+
+    def _free_gradients(self) -> None:
+        for parameter in self.trainable():
+            parameter.grad = None
 
     def _without(self) -> list[int]:
         """Numbers, among the parameters that are trained, of those of which nothing was sent in the last backward."""
+        without = self._begun_without()
+        if without is not None:
+            return without
+        # Where nothing was sent at all, DistributedDataParallel does not ask.
+        return list(range(len(self._views))) if self._written() == self._written_before else []
+
+    def _begun_without(self) -> list[int] | None:
+        """The same of a backward that has sent something and not all; None of another one."""
         try:
             self._engine.reducer._rebuild_buckets()  # which asks whether all were sent; it rebuilds nothing any more
         except RuntimeError as error:
@@ -190,8 +278,7 @@ class DataParallel(ShardedModel):
             if found is None:
                 raise
             return [int(number) for number in found[1].split()]
-        # Where nothing was sent at all, DistributedDataParallel does not ask.
-        return list(range(len(self._views))) if self._gradients() == self._expected_beside else []
+        return None
 
     @property
     def lacking(self) -> int | None:
@@ -219,5 +306,5 @@ class DataParallel(ShardedModel):
             handle.remove()
         for parameter in self.trainable():
             parameter.grad = None
-        self._views, self._buckets = [], []
+        self._views, self._buckets, self._firsts = [], [], []
         self.__dict__.pop("_engine", None)

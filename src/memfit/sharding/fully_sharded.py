@@ -156,7 +156,7 @@ class FullySharded(ShardedModel):
     ) -> torch.optim.Optimizer:
         """The user's, over the shards."""
         made = arrange(make(iter(self.trainable())))
-        made.register_step_pre_hook(lambda *_: self._collect_if_left())
+        made.register_step_pre_hook(lambda *_: self.collect_awaited())
         return made
 
     def _lend(self, unit: Any) -> None:
@@ -172,7 +172,7 @@ class FullySharded(ShardedModel):
                 parameter.grad = shard.grad = None
                 self._used.discard(parameter)
 
-    def _collect_if_left(self) -> None:
+    def collect_awaited(self) -> None:
         """In a loop of the user's own nothing has called `collect` by the time of the update; what is left is alike on all ranks."""
         if any(parameter.grad is not None for parameter in self.model.parameters()):
             self.collect()

@@ -78,6 +78,9 @@ class PipelinedModel(ShardedModel):
     def collect(self, *, agrees: bool = False) -> None:
         """Gradients are there, of zeros where there are none."""
 
+    def collect_awaited(self) -> None:
+        """No loop of the user's own runs it."""
+
     def micro_batch(self, *, last: bool) -> Any:
         """Not one by one: they pass through the stages together."""
         raise NotImplementedError("stages run the micro-batches of a step together")

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from memfit.batches import LossFunction
-from memfit.errors import BatchError, InputError
+from memfit.errors import BatchError, EngineError, InputError
 from memfit.sharding.agreement import Agreement
 
 # What has been made of a model last, and whether a rank has only a part of it since.
@@ -105,6 +106,17 @@ class ShardedModel(ABC):
         """Whether a rank may begin a forward anew by itself: nothing is sent before the last backward, in which the others wait meanwhile."""
         return False
 
+    def fail(self, error: Exception, *, agrees: bool = False) -> None:
+        """Forward or backward of a step has failed on this rank: the others, which wait for its gradients, are told where that can be.
+
+        Under ZeRO 2 and 3 and in pipelines they wait inside their forward, too, and for other messages than this rank could send them.
+
+        Args:
+            error: why.
+            agrees: as for `collect`.
+        """
+        del error, agrees
+
     def by_itself(self) -> AbstractContextManager[None]:
         """What is run of the model inside is run on this rank alone."""
         return nullcontext()
@@ -122,13 +134,38 @@ class ShardedModel(ABC):
         """After the last backward: the gradients are where the optimizer looks for them.
 
         Args:
-            agrees: before any update ranks tell each other what each lacks (`lacking`); else a rank that lacks a gradient raises.
+            agrees: before any update ranks tell each other what each lacks (`lacking`); else all raise here where one lacks a gradient that it needs.
         """
+
+    @abstractmethod
+    def collect_awaited(self) -> None:
+        """In a loop of the user's own, before anything is done with the gradients that takes other ranks: as `collect`, which nothing else has called."""
 
     @property
     def lacking(self) -> int | None:
         """Number, among the parameters that are trained, of the first that got no gradient on this rank in the step that is collected and needs one."""
         return None
+
+    def overflowed(self, found: Iterable[torch.Tensor]) -> None:
+        """Whether scaled gradients have, which becomes that of all ranks."""
+        self.collect_awaited()
+        self.agreement.largest_of(found)
+
+    def raise_lacking(self, rank: int, lacking: int) -> NoReturn:
+        """No rank takes the step.
+
+        Args:
+            rank: on which a gradient is missing.
+            lacking: number of the parameter.
+
+        Raises:
+            EngineError: always.
+        """
+        name = [name for name, p in self.model.named_parameters() if p.requires_grad][lacking]
+        raise EngineError(
+            f"on rank {rank} a parameter gets no gradient in this step ({name}), which DistributedDataParallel does not bear, and no rank has taken it: "
+            "use all parameters in every step (in the last micro-batch, too) on every rank, or train with ZeRO 2 or 3"
+        )
 
     @abstractmethod
     def clip(self, norm: float) -> torch.Tensor:

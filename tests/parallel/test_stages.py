@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from memfit.capture.capture import capture
 from memfit.capture.part_calls import find_part_calls
 from memfit.capture.source import StepSource
 from memfit.errors import EngineError, InputError
+from memfit.parallel import placement
 from memfit.parallel.other_stages import without_other_stages
 from memfit.parallel.placement import place, placed
 from memfit.parallel.schedule import alone
@@ -412,6 +414,49 @@ def test_each_stage_is_on_its_own_device() -> None:
     assert seen == ["meta"]
     with pytest.raises(InputError, match="one device for each stage"):
         place(Decoder(), calls, (3, 7), ("cpu",))
+
+
+def test_only_what_the_last_part_gives_comes_back_after_a_forward_that_failed() -> None:
+    model, batch, loss_fn, _ = built("decoder")
+    calls = _found(model, batch, loss_fn)
+    ends, devices = (3, 7), ("cpu", "meta")
+    place(model, calls, ends, devices)
+    with placed(model, calls, ends, devices):
+        handle = model.blocks[2].register_forward_hook(_refuses)
+        with pytest.raises(ValueError, match="enough"):
+            word_loss(model, batch)
+        handle.remove()
+        with pytest.raises(NotImplementedError, match="no data"):
+            word_loss(model, batch)
+
+
+class HalfCheckpointed(nn.Module):
+    """Two layers, the first in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False)).square().mean()
+
+
+def test_only_what_the_last_part_gives_comes_back_beside_checkpoints() -> None:
+    """Parts that backward makes again were counted as calls of the step."""
+    model, batch = HalfCheckpointed(), (torch.randn(4, 8),)
+    calls = find_part_calls(model, batch, lambda m, b: m(*b), ["first", "second"])
+    ends, devices, steps = (1, 2), ("cpu", "cpu:0"), []
+    with placed(model, calls, ends, devices), mock.patch.object(placement, "_moved", wraps=placement._moved) as moved:
+        for _ in range(2):
+            loss = model(*batch)
+            steps.append([str(call.args[1]) for call in moved.call_args_list])
+            loss.backward()
+            moved.reset_mock()
+    assert steps[0] == steps[1] == ["cpu", "cpu", "cpu:0", "cpu:0", "cpu"]
+
+
+def _refuses(*_: object) -> None:
+    raise ValueError("it is enough")
 
 
 class Checkpointing(nn.Module):

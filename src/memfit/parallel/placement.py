@@ -69,7 +69,10 @@ def device_of_parts(
 def placed(
     model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequence[torch.device | str]
 ) -> Iterator[None]:
-    """Inside, calls of the model's parts are given their arguments on the part's own device. The model is placed before, and the batch on the first device."""
+    """Inside, calls of the model's parts are given their arguments on the part's own device. The model is placed before, and the batch on the first device.
+
+    Calls that backward makes again (activation checkpoints) are no calls of a step.
+    """
     where = device_of_parts(calls, ends, devices)
     last = len(calls.calls)
     position = 0
@@ -79,11 +82,15 @@ def placed(
         nonlocal position, depth
         if depth:
             return own(*args, **kwargs)
-        position, depth = position + 1, 1
+        depth = 1
         try:
             result = own(*_moved(args, where[path]), **_moved(dict(kwargs), where[path]))
         finally:
             depth = 0
+        if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001 - in a backward, as nothing public tells
+            return result
+        # Where the forward before this one ended early, this one begins anew.
+        position = 1 + next(n for n in (position, *range(last)) if calls.calls[n].path == path)
         if position == last:
             position = 0
             return _moved(result, torch.device(devices[0]))

@@ -28,9 +28,7 @@ PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 OF_EVERY_MODULE: Final = vars(nn.Module()).keys()  # names of attributes
 _OPAQUE: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, torch.dtype)
 _OF_LIBRARIES: Final = ("torch.", "numpy.", "builtins.", "lightning.", "pytorch_lightning.", "transformers.")
-_STEPPED: Final = (
-    "torch.optim."  # what a step changes all the same: optimizers that one steps, schedules that its hook moves on
-)
+_STEPPED: Final = "torch.optim."  # of these a step changes some: optimizers that one steps, schedules of its hook
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 

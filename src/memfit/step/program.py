@@ -55,9 +55,10 @@ def held_by_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def hooks_of(optimizer: torch.optim.Optimizer | None) -> list[Callable[..., Any]]:
-    """What runs before and after each update: averages of weights, schedules, counts."""
+    """What of the user's runs before and after each update: averages of weights, schedules, counts."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
+    hooks = (hook for kind in kinds for hook in getattr(optimizer, kind, {}).values())
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("memfit.")]
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import memfit
 import small
@@ -296,3 +297,45 @@ def test_every_number_of_the_error_is_a_field_of_it() -> None:
     assert rest.endswith("Weighed: " + "; ".join(error.weighed))
     (budget,) = (remedy for remedy in error.remedies if remedy.kind == "budget")
     assert budget.saved_bytes == error.minimum_bytes - error.budget_bytes
+
+
+def among_rows(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A contrastive loss: a row is told from the others of its batch."""
+    x, y = batch
+    return nn.functional.cross_entropy(model(x) @ y.T, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss_fn", "asked", "told"),
+    [
+        (nn.Dropout(0.1), small.squared_error, {"fixed": {"micro_batches": 1}}, "plain PyTorch, bit for bit."),
+        (
+            nn.Dropout(0.1),
+            small.squared_error,
+            {"fixed": {"micro_batches": 2}},
+            "each micro-batch draws random numbers",
+        ),
+        (nn.Dropout(0.1), small.squared_error, {"devices": 2, "fixed": {"sharding": "data"}}, "each rank draws random"),
+        (
+            nn.ReLU(),
+            among_rows,
+            {"devices": 2, "fixed": {"sharding": "data"}},
+            "each rank takes the loss of its own part",
+        ),
+        (
+            nn.ReLU(),
+            small.squared_error,
+            {"devices": 2, "fixed": {"sharding": "data"}},
+            "additions (relative difference",
+        ),
+    ],
+    ids=["whole", "micro-batches", "ranks", "a loss of the whole batch", "nothing drawn"],
+)
+def test_in_what_results_differ_is_part_of_the_promise(
+    layer: nn.Module, loss_fn: Any, asked: dict[str, Any], told: str
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), layer, nn.Linear(32, 32))
+    plan = memfit.plan(model, small.rows(8), loss_fn, "1MiB", small.adamw, **asked)
+    (results,) = (line for line in plan.explain().splitlines() if line.startswith("Results: "))
+    assert told in results
+    assert memfit.Plan.from_json(plan.to_json()) == plan

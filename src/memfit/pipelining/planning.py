@@ -394,6 +394,7 @@ class PipelinePlanning:
             changed_buffers=found.changed_buffers,
             device_kind=source.machine.kind,
             pipeline=pipeline,
+            differs="each rank draws random numbers of its own (dropout)" if pipeline.draws else "",
         )
 
 

@@ -108,6 +108,7 @@ def describe(
         device_kind=_kind_of_device(solvers, trace),
         torch_version=trace.torch_version,
         clip_norm=trace.clip_norm,
+        differs=_differs(solvers, trace, found.number),
         by_module=tuple(ModuleSaving(n, kept[n], dropped[n], again[n], below[n]) for n in names),
         rejected=tuple(map(str, rejected)),
         notes=(
@@ -165,6 +166,16 @@ def _weighted(choices: Choices, solvers: Solvers, number: int) -> Choices:
     if choices.sharding:
         return replace(choices, weights=solvers.weights()[0] or "samples")
     return replace(choices, weights=solvers.weights()[0] or "whole") if number > 1 else choices
+
+
+def _differs(solvers: Solvers, trace: Trace, number: int) -> str:
+    """As `Plan.differs`: parts of the batch may have another loss than the whole, and draw numbers of their own."""
+    sharded = bool(trace.choices.sharding)
+    if sharded and solvers.weights()[0] is None:
+        return "each rank takes the loss of its own part of the batch, which need not add up to that of the whole batch"
+    if (sharded or number > 1) and any(operation.random for operation in trace.operations):
+        return f"each {'rank' if sharded else 'micro-batch'} draws random numbers of its own (dropout)"
+    return ""
 
 
 def _on_parts(solvers: Solvers, trace: Trace) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Plan:
         undoable: what forward changes besides buffers, generators and plain attributes is nothing that was there before it, on any path that is known: a
             forward that leaves the plan can be ended, and its step begun anew.
         pipeline: stages for the ranks of pipelines, each with a script of its own; None where every rank runs the whole model.
+        differs: in what a step differs from plain PyTorch's besides the order of additions; "" where in nothing.
     """
 
     budget_bytes: int
@@ -77,6 +78,7 @@ class Plan:
     device_kind: str = "cpu"
     undoable: bool = False
     pipeline: PipelinePlan | None = None
+    differs: str = ""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -127,7 +129,8 @@ class Plan:
         exact = f"the same numbers as {reference}, bit for bit"
         if self.choices.micro_batches > 1 or any(technique.reorders for technique, _ in used):
             rounding = "" if self.choices.precision != "full" else " (relative difference below 1e-5 in fp32)"
-            exact = f"the same step as {reference} up to the order of additions{rounding}"
+            besides = f", but that {self.differs}" if self.differs else rounding
+            exact = f"the same step as {reference} up to the order of additions{besides}"
         longer = ""
         as_plain = self.script.plain and self.choices.micro_batches == 1 and not used
         if as_plain and not p.ranks and p.step_seconds > p.plain_step_seconds:
@@ -253,6 +256,7 @@ class Plan:
             "savings": [asdict(s) for s in self.savings],
             "frozen": [asdict(f) for f in self.frozen],
             "undoable": self.undoable,
+            "differs": self.differs,
             "script": self.script.to_json(),
             "pipeline": None if self.pipeline is None else self.pipeline.to_json(),
         }
@@ -306,6 +310,7 @@ class Plan:
                 str(data["device_kind"]),
                 bool(data.get("undoable", False)),
                 None if data.get("pipeline") is None else PipelinePlan.from_json(data["pipeline"]),
+                str(data.get("differs", "")),
             )
             if plan.pipeline is not None and len(plan.prediction.ranks) != plan.pipeline.ranks:
                 raise ValueError(

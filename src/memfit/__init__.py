@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from memfit.largest import Largest, largest_batch, largest_length
     from memfit.optimizers.eight_bit import AdamW8bit, Lion8bit, SGD8bit, eight_bit
     from memfit.optimizers.lion import Lion
+    from memfit.placing import Placement, place
     from memfit.planning import replan, smallest_budget
     from memfit.trackers.base import Tracker, tracker
     from memfit.values.bundle import TraceBundle
@@ -59,6 +60,7 @@ __all__ = [
     "Machine",
     "MemfitError",
     "NonFiniteLossError",
+    "Placement",
     "Plan",
     "PlanFileError",
     "Remedy",
@@ -76,6 +78,7 @@ __all__ = [
     "largest_batch",
     "largest_length",
     "measure",
+    "place",
     "plan",
     "recompute",
     "record",
@@ -90,6 +93,7 @@ _HOME: Final = {
     **dict.fromkeys(("replan", "smallest_budget"), "memfit.planning"),
     **dict.fromkeys(("AdamW8bit", "Lion8bit", "SGD8bit", "eight_bit"), "memfit.optimizers.eight_bit"),
     **dict.fromkeys(("Tracker", "tracker"), "memfit.trackers"),
+    **dict.fromkeys(("Placement", "place"), "memfit.placing"),
     "Engine": "memfit.engine",
     "apply": "memfit.applying",
     "Lion": "memfit.optimizers.lion",

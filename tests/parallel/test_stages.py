@@ -452,7 +452,8 @@ def test_only_what_the_last_part_gives_comes_back_beside_checkpoints() -> None:
             steps.append([str(call.args[1]) for call in moved.call_args_list])
             loss.backward()
             moved.reset_mock()
-    assert steps[0] == steps[1] == ["cpu", "cpu", "cpu:0", "cpu:0", "cpu"]
+    # Arguments and result of each part, and what the model returns.
+    assert steps[0] == steps[1] == ["cpu", "cpu", "cpu", "cpu:0", "cpu:0", "cpu:0", "cpu"]
 
 
 def _refuses(*_: object) -> None:

@@ -311,7 +311,7 @@ def test_lines_come_from_a_topology() -> None:
 
 def test_bad_input_is_told() -> None:
     line = Line((StageDevice(100),) * 2)
-    with pytest.raises(InputError, match="the model has 1 parts"):
+    with pytest.raises(InputError, match="the model has 1: take fewer devices"):
         cut(_equal(1), line, 2, stages=2)
     with pytest.raises(InputError, match="3 stages for 2 devices"):
         cut(_equal(4), line, 2, stages=3)

@@ -158,18 +158,19 @@ def failing(rank: int, ranks: int) -> list[str]:
 
 
 def evaluated(rank: int, ranks: int, way: str) -> tuple[int, list[int]]:
-    """Predicted and measured bytes of steps before and after an evaluation."""
+    """Predicted bytes, and those measured without an evaluation before the step and with one, each the least of four (why: `steps.judged`)."""
     model, _, loss_fn = steps.chain()
     own = small.rows(4)  # so few that parameters take most at the peak
     engine = memfit.fit(model, own, loss_fn, "1MiB", small.adamw, devices=ranks, fixed={"sharding": way})
     engine.step(own)
-    peaks = []
-    for _ in range(2):
-        peaks.append(engine.step(own, meter=True).peak_bytes or 0)
+    alone, after = [], []
+    for _ in range(4):
+        alone.append(engine.step(own, meter=True).peak_bytes or 0)
         with engine.evaluating() as whole, torch.no_grad():
             loss_fn(whole, own)
+        after.append(engine.step(own, meter=True).peak_bytes or 0)
     torch.distributed.destroy_process_group()
-    return engine.plan.prediction.ranks[rank].peak_bytes, peaks
+    return engine.plan.prediction.ranks[rank].peak_bytes, [min(alone), min(after)]
 
 
 def left_alone(rank: int) -> str:

@@ -1,7 +1,8 @@
 """Model parallelism in one process: each stage of a model on a device of its own, the forward as it is written.
 
-A part is given its arguments on its own device; autograd brings gradients back the same way. What the last part returns comes back to where the batch is, so
-that the loss finds it beside the labels. One device computes at a time: this is for memory; a pipeline is for time, too.
+A part is given its arguments on its own device; autograd brings gradients back the same way. What the model computes between its parts (a skip that is added, a
+loss of its own) is computed on the device of the stage that runs. What the model returns comes back to where the batch is, so that a loss function finds it
+beside the labels. One device computes at a time: this is for memory; a pipeline is for time, too.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from memfit.errors import InputError
 from memfit.step.part_calls import Forward, PartCalls, parts_at, taken_over
 
+Device = torch.device | str
 
-def place(model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequence[torch.device | str]) -> None:
+
+def place(model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequence[Device]) -> None:
     """Move the parts of each stage to its device, and what is in no part to the first one.
 
     Args:
@@ -28,19 +32,9 @@ def place(model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequ
         devices: of each stage.
 
     Raises:
-        InputError: not as many devices as stages, or a module or a parameter (tied weights) is used in stages on different devices.
+        InputError: not as many devices as stages.
     """
-    if len(devices) != len(ends):
-        raise InputError(f"{len(ends)} stages and {len(devices)} devices: give one device for each stage")
-    where = device_of_parts(calls, ends, devices)
-    homes: dict[int, torch.device] = {}
-    for path, device in where.items():
-        for tensor in _tensors(model.get_submodule(path)):
-            if homes.setdefault(id(tensor), device) != device:
-                raise InputError(
-                    f"{path} shares a parameter with a part on {homes[id(tensor)]} and is on {device} itself: tied weights can be on one device only, so cut "
-                    "such that their parts are on one stage"
-                )
+    where = device_of_parts(model, calls, ends, devices)
     in_parts = {id(module) for path in where for module in model.get_submodule(path).modules()}
     for path, device in where.items():
         model.get_submodule(path).to(device)
@@ -52,52 +46,119 @@ def place(model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequ
 
 
 def device_of_parts(
-    calls: PartCalls, ends: Sequence[int], devices: Sequence[torch.device | str]
+    model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequence[Device]
 ) -> dict[str, torch.device]:
-    """The device of each part, by the path of its module."""
+    """The device of each part, by the path of its module: that of its stage, or of an earlier part with which it shares a tensor (tied weights).
+
+    Args, Raises: as for `place`.
+    """
+    if len(devices) != len(ends):
+        raise InputError(f"{len(ends)} stages and {len(devices)} devices: give one device for each stage")
     found: dict[str, torch.device] = {}
+    homes: dict[int, torch.device] = {}
     for position, call in enumerate(calls.calls):
-        device = torch.device(devices[next(stage for stage, end in enumerate(ends) if position < end)])
-        if found.setdefault(call.path, device) != device:
-            raise InputError(
-                f"{call.path} is called in stages on {found[call.path]} and on {device}, and its parameters can be on one device only: cut elsewhere"
-            )
+        if call.path in found:
+            continue
+        tensors = list(_tensors(model.get_submodule(call.path)))
+        there = next((homes[id(tensor)] for tensor in tensors if id(tensor) in homes), None)
+        found[call.path] = _stage_device(position, ends, devices) if there is None else there
+        homes |= dict.fromkeys(map(id, tensors), found[call.path])
     return found
 
 
 @contextmanager
-def placed(
-    model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequence[torch.device | str]
-) -> Iterator[None]:
-    """Inside, calls of the model's parts are given their arguments on the part's own device. The model is placed before, and the batch on the first device.
+def placed(model: nn.Module, calls: PartCalls, ends: Sequence[int], devices: Sequence[Device]) -> Iterator[None]:
+    """Inside, the forward goes from device to device. The model is placed before, and the batch on the first device.
 
     Calls that backward makes again (activation checkpoints) are no calls of a step.
     """
-    where = device_of_parts(calls, ends, devices)
-    last = len(calls.calls)
-    position = 0
-    depth = 0
+    forward = _Forward(device_of_parts(model, calls, ends, devices), calls, ends, devices)
+    with taken_over(parts_at(model, forward.where), forward.called), taken_over({"": model}, forward.whole):
+        yield
 
-    def called(path: str, own: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        nonlocal position, depth
-        if depth:
+
+class _Forward:
+    """How far a forward has come.
+
+    Attributes:
+        where: the device of each part.
+        inside: a part runs.
+        device: of the stage that runs, where something between parts is computed.
+    """
+
+    def __init__(
+        self, where: Mapping[str, torch.device], calls: PartCalls, ends: Sequence[int], devices: Sequence[Device]
+    ) -> None:
+        self.where, self.inside = where, False
+        self._paths = [call.path for call in calls.calls]
+        self._devices = [_stage_device(position, ends, devices) for position in range(len(self._paths))]
+        self._first = self.device = torch.device(devices[0])
+        self._position = 0
+        self._running = False
+
+    def whole(self, _: str, own: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model is called."""
+        if self._running or _in_backward():
             return own(*args, **kwargs)
-        depth = 1
+        self._running = True
         try:
-            result = own(*_moved(args, where[path]), **_moved(dict(kwargs), where[path]))
+            with _BetweenParts(self):
+                result = own(*args, **kwargs)
         finally:
-            depth = 0
-        if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001 - in a backward, as nothing public tells
+            self._running = False
+        return _moved(result, self._first)
+
+    def called(self, path: str, own: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A part is."""
+        if self.inside:
+            return own(*args, **kwargs)
+        self.inside = True
+        try:
+            result = own(*_moved(args, self.where[path]), **_moved(dict(kwargs), self.where[path]))
+        finally:
+            self.inside = False
+        if _in_backward():
             return result
         # Where the forward before this one ended early, this one begins anew.
-        position = 1 + next(n for n in (position, *range(last)) if calls.calls[n].path == path)
-        if position == last:
-            position = 0
-            return _moved(result, torch.device(devices[0]))
-        return result
+        position = next(n for n in (self._position, *range(len(self._paths))) if self._paths[n] == path)
+        self._position = (position + 1) % len(self._paths)
+        # A loss function may call the parts itself, and not the model.
+        self.device = self._devices[position] if self._position or self._running else self._first
+        return _moved(result, self.device)
 
-    with taken_over(parts_at(model, where), called):
-        yield
+
+class _BetweenParts(TorchFunctionMode):
+    """What runs between parts finds its tensors on one device: that of the stage that runs, or of the tensor that is written."""
+
+    def __init__(self, forward: _Forward) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._forward.inside:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if len({tensor.device for tensor in tensors if tensor.ndim}) > 1:
+                written = _written(func, args, kwargs)
+                device = self._forward.device if written is None else written.device
+                args, kwargs = _moved((args, kwargs), device)
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """What a function of torch writes into, by its name; None where nothing is."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+    found = args[0] if in_place and args else kwargs.get("out")
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - as nothing public tells
+
+
+def _stage_device(position: int, ends: Sequence[int], devices: Sequence[Device]) -> torch.device:
+    return torch.device(devices[next(stage for stage, end in enumerate(ends) if position < end)])
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

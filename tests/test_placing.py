@@ -170,11 +170,14 @@ def test_what_cannot_be_placed_is_told_and_nothing_is_moved() -> None:
     assert {str(p.device) for p in model.parameters()} == {"cpu"}
     for devices, error, told in [
         ({"cpu": "1GiB"}, InputError, "at least two are needed"),
+        (["cpu", "cpu:0"], InputError, "each with its bytes"),
         ({"cpu": "1GiB", "gpu:0": "1GiB"}, InputError, "'gpu:0' is no name of a device"),
         ({"cpu": "1GiB", "cuda:99": "1GiB"}, InputError, "there is no cuda:99 here"),
         ({"cpu": "much", "cpu:0": "1GiB"}, BudgetError, "much"),
     ]:
         with pytest.raises(error, match=told):
-            memfit.place(model, sample, loss_fn, devices)
+            memfit.place(model, sample, loss_fn, devices)  # type: ignore[arg-type]  # the list
+    with memfit.place(model, sample, loss_fn, TWO), pytest.raises(InputError, match="close that placement first"):
+        memfit.place(model, sample, loss_fn, TWO)
     with pytest.raises(InputError, match="meta device"):
         memfit.place(gpt()[0].to("meta"), sample, loss_fn, TWO)

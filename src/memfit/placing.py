@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -28,8 +29,9 @@ from memfit.values.stages import Parts
 from memfit.values.trace import Category
 
 Budgets = Mapping[str, int | str]
+_PLACED: Final = WeakSet[nn.Module]()  # whose forward goes from device to device
 # Of what a loss function takes on the first device: the outputs, what it keeps of them, and their gradient.
-OUTPUTS_OF_A_LOSS = 3
+OUTPUTS_OF_A_LOSS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +113,17 @@ def place(
 
     Raises:
         InfeasibleError: with whatever placement a device would hold more.
-        InputError: there are fewer than two devices, one is not here, or the model's parts are not called one after the other.
+        InputError: there are fewer than two devices, one is not here, the model is placed already, or its parts are not called one after the other.
         BudgetError: a budget is not a number of bytes.
         CaptureError: the step cannot be captured.
     """
     refuse_wrapped(model)
+    if model in _PLACED:
+        raise InputError("the model is placed already: close that placement first")
     names = [_device(name) for name in devices]
-    if len(set(names)) < 2:
+    if not isinstance(devices, Mapping) or len(set(names)) < 2:
         raise InputError(
-            f'devices={dict(devices)!r}: at least two are needed, each with its bytes, as in {{"cuda:0": "20GiB", "cuda:1": "8GiB"}}'
+            f'devices={devices!r}: at least two are needed, each with its bytes, as in {{"cuda:0": "20GiB", "cuda:1": "8GiB"}}'
         )
     budgets = [parse_bytes(budget) for budget in devices.values()]
     if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
@@ -140,6 +144,8 @@ def place(
     move(model, found.calls, ends, names)
     until_closed = ExitStack()
     until_closed.enter_context(placed(model, found.calls, ends, names))
+    _PLACED.add(model)
+    until_closed.callback(_PLACED.discard, model)
     return Placement(stages, until_closed)
 
 

@@ -92,6 +92,7 @@ def torch_peak_and_flops(model: nn.Module, sample: Any, loss_fn: Any) -> tuple[i
 SUBJECTS: dict[str, tuple[Callable[[], Any], str]] = {"gpt": (gpt, "blocks"), "bert": (bert, "bert.encoder.layer")}
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(("every", "subject"), by_turns(UNITS, SUBJECTS), ids=str)
 def test_blocks_placed_by_hand_are_no_worse_than_under_torchs_checkpoint(every: str | int, subject: str) -> None:
     build, path = SUBJECTS[subject]

@@ -35,6 +35,7 @@ class Looking(Padded):
         return super().forward(tokens, filled)
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize(
     ("kind", "order", "micro_batches"),
     [

@@ -95,6 +95,7 @@ def rows() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     "written",
     [

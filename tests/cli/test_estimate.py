@@ -243,6 +243,7 @@ def test_several_gpus_are_told_way_by_way_and_their_python_runs_on_two_ranks(
     assert len(set(losses)) == 3  # of the whole batch, alike on both ranks
 
 
+@pytest.mark.slow
 def test_several_gpus_are_told_in_narrow_lines(
     capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +286,7 @@ def test_a_card_that_nobody_knows_is_refused_before_torch_is_imported() -> None:
     assert "no device called '4900' is known; did you mean rtx4090" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layers"),
     [pytest.param("mamba", 8, marks=pytest.mark.slow), ("mamba2", 2)],  # of many layers PEFT keeps ends of paths
@@ -311,6 +313,7 @@ def test_layers_that_peft_refuses_get_no_adapters(
     assert len(capsys.readouterr().out.split()) == 3
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("gpu", ["4090", "2x4090"])
 def test_a_forward_of_too_many_operations_is_told_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, gpu: str
@@ -384,6 +387,7 @@ def composed(folder: Path, kind: str, parts: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [

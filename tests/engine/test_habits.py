@@ -756,6 +756,7 @@ def test_a_teacher_that_a_model_hides_is_predicted_and_measured(held: str) -> No
     assert engine.step(rows(), meter=True).peak_bytes == plan.prediction.peak_bytes
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.filterwarnings("ignore:a forward differed from the plan and was ended there")
 @pytest.mark.parametrize("fraction", [0.75, 0.5])
 def test_layers_that_are_frozen_half_way_stay_in_the_budget(fraction: float) -> None:

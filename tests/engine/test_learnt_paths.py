@@ -414,6 +414,7 @@ def test_what_is_always_the_same_is_never_looked_at_again() -> None:
     assert "captured" not in said
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("build", [Normalised, Stubborn])
 def test_a_step_that_is_begun_anew_has_the_numbers_of_one_that_is_not(build: Callable[[], Any]) -> None:
     plan, records, _ = told(build, 0.9, 9)
@@ -421,6 +422,7 @@ def test_a_step_that_is_begun_anew_has_the_numbers_of_one_that_is_not(build: Cal
     assert not above(records, plan.budget_bytes)
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("update", ["after", "in_backward"])
 def test_a_step_of_several_micro_batches_is_begun_anew(update: str) -> None:
     """The second one is the first to take the longer path, when there are gradients of the first already."""

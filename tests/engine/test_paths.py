@@ -85,6 +85,7 @@ def train(plan: memfit.Plan, build: Any, steps: int = 10, *, learns: bool = True
     return peaks
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("name", at_night(paths.PROGRAMS, NIGHT))
 def test_no_path_is_above_the_budget_and_numbers_are_those_of_plain_pytorch(name: str) -> None:
     build: Any = paths.PROGRAMS[name]

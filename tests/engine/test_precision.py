@@ -111,6 +111,7 @@ def test_steps_are_bit_equal_to_torchs_own_loop(precision: str, optimizer: Any, 
         assert all(r.divergences == () for r in records)
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name not in {"gpt", "frozen"} else ()) for name in MODELS],
@@ -150,6 +151,7 @@ def test_numbers_and_peak_are_as_promised_at_every_budget(name: str) -> None:
         assert record.peak_bytes <= made.budget_bytes
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("precision", FORMATS)
 def test_prediction_holds_to_the_byte_with_micro_batches_and_the_scaler(precision: str) -> None:
     model, sample = small.chain(4, dropout=0.1), small.rows(512)

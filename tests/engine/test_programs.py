@@ -703,6 +703,7 @@ def test_a_branch_that_does_not_run_on_two_samples_is_looked_at_on_all() -> None
             check_steps((program, sample_of(0), program_loss), [4] * 2, OPTIMIZERS["sgd"], 0.0, may_diverge=True)
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("fraction", [0.0, 0.6])
 def test_what_was_saved_before_a_divergence_is_made_again_without_writes_that_were_planned(
     fraction: float, monkeypatch: pytest.MonkeyPatch

@@ -191,6 +191,7 @@ def test_8_bits_lose_little_and_the_same_in_a_file(name: str, dtype: torch.dtype
     )  # Lion's sign flips where the average is near nothing
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("name", at_night(IN_8_BITS, {"adam", "adamw", "sgd"}))
 def test_16_bit_parameters_are_updated_in_32_bits(name: str, small_chunks: None) -> None:
     """As a step of float32 parameters that are rounded after it; their state is that of those, too."""

@@ -218,6 +218,7 @@ def test_a_pipeline_whose_sample_has_no_padding_tells_that_other_batches_may_tak
     assert SEVERAL_PATHS not in plan.notes
 
 
+@pytest.mark.slow
 def test_stages_whose_paths_part_late_run_again_what_these_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_at((3, 9), monkeypatch)
     roomy = planned(running.padded_late, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})

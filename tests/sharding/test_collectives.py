@@ -139,6 +139,7 @@ def test_what_gloo_takes_counts_where_ranks_are_processes_of_this_computer() -> 
     assert Topology.from_json(processes.to_json()) == processes
 
 
+@pytest.mark.alternate(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_ranks_are_timed_too(kind: str) -> None:
     """A message of 64 bytes is not three equal parts: gloo refused, and seconds were those of assumed links."""

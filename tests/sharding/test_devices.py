@@ -112,6 +112,7 @@ def test_nothing_fits_names_the_smallest_of_all_ways() -> None:
     assert planned(2, error.value.minimum_bytes).prediction.peak_bytes <= error.value.minimum_bytes
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("way", ["zero1", "zero3"])
 def test_the_figures_of_each_rank_are_those_of_its_own_capture(way: str) -> None:
     model, sample, loss_fn = steps.uneven()

@@ -66,6 +66,7 @@ def test_a_step_that_is_left_after_its_last_forward_sends_nothing_of_its_first_b
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, alone, strict=True))
 
 
+@pytest.mark.slow
 def test_under_zero_3_a_new_path_is_kept_plain_and_told() -> None:
     """The others wait inside forward, where parameters are gathered."""
     longer, never = (2, 2), (NEVER, NEVER)

@@ -157,6 +157,7 @@ def distances(one: list[float], other: list[float]) -> list[float]:
     return [abs(a - b) for a, b in zip(one, other, strict=True)]
 
 
+@pytest.mark.alternate(1)
 @pytest.mark.parametrize("name", IN_16_BITS)
 def test_in_16_bits_losses_are_deepspeeds_up_to_rounding(
     name: str, theirs: dict[str, dict[str, list[float]]], one_thread: None

@@ -129,9 +129,8 @@ class Recorder(dispatch.DispatchMode):
         self.fakes_sparse = False  # fake tensors do not tell how many elements a sparse one has
         self.overwritten = False  # something autograd saved was written before backward read it
         self._last_write: dict[int, int] = {}
-        self._first_met: dict[
-            int, int
-        ] = {}  # of storages that no recorded operation made: where they were made, else where they were first read
+        # Of storages that no recorded operation made: where they were made, else where they were first read.
+        self._first_met: dict[int, int] = {}
         self._of_others: set[int] = set()  # of these, the ones that lie in memory which is not torch's (`from_numpy`)
         self._lifted: set[int] = set()  # of these, the ones that torch said it had made of numbers (`torch.tensor`)
         self._unwatched = UnwatchedBackward(self.lifetimes)

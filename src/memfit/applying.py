@@ -339,10 +339,8 @@ def _on_all_ranks(make: Callable[[], Engine], sharded: ShardedModel) -> Engine:
         engine = make()
     except (InfeasibleError, EngineError) as error:
         failed = error
-    first = sharded.agreement.first_error(failed)
-    if engine is not None and first is None:
-        return engine
-    if failed is not None:
-        raise failed
-    assert first is not None, "this rank or another one has failed"
-    raise EngineError(f"rank {first[0]} cannot offload what the plan offloads, so no rank has begun: {first[1]}")
+    first = sharded.agreement.others_error(failed)
+    if first is not None:
+        raise EngineError(f"rank {first[0]} cannot offload what the plan offloads, so no rank has begun: {first[1]}")
+    assert engine is not None, "no rank has failed"
+    return engine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
@@ -465,22 +465,11 @@ class Engine:
                 inside = program.updates_in_backward and last
                 if inside:
                     transaction.begin_update(self._updated())
-                with self._telling_of_failure():
+                with nullcontext() if self.sharded is None else self.sharded.telling_of_failure(agrees=True):
                     self._executor.forward_backward(
                         program, compiled, micro_batch, weight, total, updates=inside, watch=watch, last=last
                     )
             self._finish(program, total, transaction)
-
-    @contextmanager
-    def _telling_of_failure(self) -> Iterator[None]:
-        """Where a rank fails inside, the others do not wait for it any longer."""
-        try:
-            yield
-        except Exception as error:
-            if self.sharded is not None:
-                with suppress(Exception):  # where there are no others any more, what has failed is what counts
-                    self.sharded.fail(error, agrees=True)
-            raise
 
     def _weighted(self, plan: Plan, batch: Batch, told: Told | None) -> Sequence[tuple[Batch, float | None]]:
         if self.sharded is not None and told is not None:

@@ -7,7 +7,7 @@ of the plan does it: gradients are brought together in the last backward, clippe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -113,13 +113,8 @@ class SharedStep:
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Forward and backward of a micro-batch run inside."""
-        with self.sharded.micro_batch(last=last):
-            try:
-                yield
-            except Exception as error:
-                with suppress(Exception):  # where there are no others any more, what has failed is what counts
-                    self.sharded.fail(error)
-                raise
+        with self.sharded.micro_batch(last=last), self.sharded.telling_of_failure():
+            yield
         if last:
             self.sharded.collect()
 

@@ -278,14 +278,12 @@ class Pipeline(PipelinedModel):
             calls = self._calls_of(micro_batch)
         except MemfitError as error:
             failed = error
-        first = self._among.first_error(failed)
-        if calls is not None and first is None:
-            return calls
-        if failed is not None:
-            raise failed
-        assert first is not None, "this rank or another one has failed"
-        rank, reason = first
-        raise InputError(f"rank {self._global(rank)} cannot run its stages, so no rank takes the step: {reason}")
+        first = self._among.others_error(failed)
+        if first is not None:
+            rank, reason = first
+            raise InputError(f"rank {self._global(rank)} cannot run its stages, so no rank takes the step: {reason}")
+        assert calls is not None, "no rank has failed"
+        return calls
 
     def _calls_of(self, micro_batch: Batch) -> PartCalls:
         key = batches.signature(micro_batch), self.model.training

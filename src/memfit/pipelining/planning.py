@@ -21,6 +21,7 @@ from memfit.pipelining.candidates import candidates_for_stages
 from memfit.pipelining.links import line_of, sending_seconds
 from memfit.pipelining.stage_planner import StagePlanner
 from memfit.pipelining.stages import NotFasterError, StagesFound, find_stages, refined, same_stages
+from memfit.planner.description import own_numbers
 from memfit.planner.schedules import check_schedule, textbook_bubble
 from memfit.planning import remember
 from memfit.progress import tell
@@ -361,7 +362,7 @@ class PipelinePlanning:
             f"stages wait {100 * average:.1f} % of their passes on average, where (K - 1)/(M + K - 1) is {100 * textbook_bubble(length, number):.1f} % for "
             f"{length} equal stages and {ACCUMULATION.words(number)}; messages between stages are counted as if they overlapped with computing on both sides"
         )
-        own_numbers = (OWN_NUMBERS,) if pipeline.draws else ()
+        masks = (OWN_NUMBERS,) if pipeline.draws else ()
         planner = self._planner(techniques, number)
         several = SEVERAL_PATHS if planner.kinds else planner.one_answer
         why = _why_little_again(planner)
@@ -390,11 +391,11 @@ class PipelinePlanning:
             device=source.machine.name,
             torch_version=torch.__version__,
             clip_norm=self.request.clip_norm,
-            notes=(told, *own_numbers, *filter(None, (several, why)), *on_meta),
+            notes=(told, *masks, *filter(None, (several, why)), *on_meta),
             changed_buffers=found.changed_buffers,
             device_kind=source.machine.kind,
             pipeline=pipeline,
-            differs="each rank draws random numbers of its own (dropout)" if pipeline.draws else "",
+            differs=own_numbers("rank") if pipeline.draws else "",
         )
 
 

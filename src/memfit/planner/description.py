@@ -174,8 +174,13 @@ def _differs(solvers: Solvers, trace: Trace, number: int) -> str:
     if sharded and solvers.weights()[0] is None:
         return "each rank takes the loss of its own part of the batch, which need not add up to that of the whole batch"
     if (sharded or number > 1) and any(operation.random for operation in trace.operations):
-        return f"each {'rank' if sharded else 'micro-batch'} draws random numbers of its own (dropout)"
+        return own_numbers("rank" if sharded else "micro-batch")
     return ""
+
+
+def own_numbers(drawer: str) -> str:
+    """As `Plan.differs`, where forward draws: who draws for itself."""
+    return f"each {drawer} draws random numbers of its own (dropout)"
 
 
 def _on_parts(solvers: Solvers, trace: Trace) -> tuple[str, ...]:

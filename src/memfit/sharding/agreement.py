@@ -245,6 +245,13 @@ class Agreement:
         texts = self.of_all(None if error is None else str(error))
         return next(((rank, text) for rank, text in enumerate(texts) if text is not None), None)
 
+    def others_error(self, own: Exception | None) -> tuple[int, str] | None:
+        """As `first_error`, on a rank that has none itself; one that has raises its own."""
+        first = self.first_error(own)
+        if own is not None:
+            raise own
+        return first
+
     def first(self, *, concerned: bool) -> int | None:
         """The lowest rank that is concerned; None where none is."""
         return next((rank for rank, (said,) in enumerate(self.rows((concerned,))) if said), None)

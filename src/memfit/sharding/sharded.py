@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -116,6 +116,16 @@ class ShardedModel(ABC):
             agrees: as for `collect`.
         """
         del error, agrees
+
+    @contextmanager
+    def telling_of_failure(self, *, agrees: bool = False) -> Iterator[None]:
+        """Where this rank fails inside, the others do not wait for it any longer (`fail`, with these arguments)."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(Exception):  # where there are no others any more, what has failed is what counts
+                self.fail(error, agrees=agrees)
+            raise
 
     def by_itself(self) -> AbstractContextManager[None]:
         """What is run of the model inside is run on this rank alone."""

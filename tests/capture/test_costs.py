@@ -476,12 +476,12 @@ def test_another_number_of_threads_is_another_table(tmp_path: Path) -> None:
     assert CostTable(CPU, tmp_path).path != one
 
 
-def busy_for(monkeypatch: pytest.MonkeyPatch, *slowdowns: float) -> None:
-    """The machine is as busy as these say, one for each time that somebody looks; then as the last one says."""
+def busy_for(monkeypatch: pytest.MonkeyPatch, *slowdowns: float, stalls: bool = False) -> None:
+    """The machine is as busy as these say, one for each time that somebody looks; then as the last one says. Threads wait for each other where it `stalls`."""
     left = list(slowdowns)
 
     def seconds(work: ReferenceWork, *, now: bool = False) -> float:
-        work.least_seconds = 1.0
+        work.least_seconds, work.stalls = 1.0, stalls
         return QUIET * (left.pop(0) if len(left) > 1 else left[0])
 
     monkeypatch.setattr(ReferenceWork, "seconds", seconds)
@@ -652,6 +652,39 @@ def test_a_large_block_comes_from_the_system_in_a_step_whether_it_did_when_it_wa
     costs = CostTable(CPU, tmp_path).measure(captured.calls)
     assert {key: cost.faults for key, cost in costs.items()} == pages
     assert all(cost.seconds == pytest.approx(1e-3) for cost in costs.values())
+
+
+def test_runs_in_which_threads_wait_for_each_other_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a crowded computer two runs of three on several threads take a scheduler's time slice, and the reference work's shortest run does not."""
+    runs = itertools.cycle([16e-3, 17e-3, 1e-3])
+    busy_for(monkeypatch, 1.0, stalls=True)
+    monkeypatch.setattr(timing.KernelTimer, "_run_seconds", lambda *_: next(runs))
+    monkeypatch.setattr(timing, "PROFILED_SECONDS", math.inf)
+    for cost in CostTable(CPU, tmp_path).measure(captured_chain().calls).values():
+        assert cost.seconds == pytest.approx(1e-3)
+
+
+def test_what_was_timed_while_threads_waited_is_timed_again_when_they_do_not(
+    tmp_path: Path, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = captured_chain().calls
+    for waiting, seconds in ((True, 16e-3), (False, 1e-3)):
+        in_another_process(monkeypatch)
+        busy_for(monkeypatch, 1.0, stalls=waiting)
+        monkeypatch.setattr(timing.KernelTimer, "_run_seconds", lambda *_, seconds=seconds: seconds)
+        timed.clear()
+        costs = CostTable(CPU, tmp_path).measure(calls)
+        assert len(timed) == len(calls)
+        assert [cost.seconds for cost in costs.values()] == pytest.approx([seconds] * len(calls))
+
+
+def test_the_reference_work_tells_that_most_of_its_runs_wait() -> None:
+    looks = ([1.0, 1.0, 1.0, 1.0, 90.0], [1.0, 90.0, 90.0, 1.0, 90.0], [1.0, 90.0, 1.0, 90.0, 1.0])
+    clock = itertools.accumulate(each for look in looks for taken in look for each in (1.0, taken))
+    work = ReferenceWork(lambda: next(clock))
+    assert [(work.seconds(now=True), work.stalls) for _ in looks] == [(1.0, False), (1.0, True), (1.0, False)]
 
 
 def test_the_reference_work_knows_its_least_time() -> None:

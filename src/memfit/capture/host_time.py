@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from memfit.capture.reference_work import typical
 from memfit.dispatch import DispatchMode
 from memfit.values.trace import Operation, Trace
 
@@ -161,7 +162,7 @@ def host_time(clock: Callable[[], float]) -> HostTime:
             y = layer(y)
             yield clock() - begin
 
-    def typical(rounds: int, through: Sequence[Callable[[Any], Any]], before: Callable[[], None]) -> float:
+    def forward_seconds(rounds: int, through: Sequence[Callable[[Any], Any]], before: Callable[[], None]) -> float:
         """Seconds of a forward, of the medians that each layer took."""
         return _medians(list(forward(through, before)) for _ in range(rounds))
 
@@ -176,7 +177,9 @@ def host_time(clock: Callable[[], float]) -> HostTime:
         return _medians(differences)
 
     def after_bytes(through: Sequence[Callable[[Any], Any]]) -> list[float]:
-        return [typical(COLD_ROUNDS if each else ROUNDS, through, partial(go_through, each)) for each in TOUCHED]
+        return [
+            forward_seconds(COLD_ROUNDS if each else ROUNDS, through, partial(go_through, each)) for each in TOUCHED
+        ]
 
     def product_seconds(count: int) -> float:
         times = []
@@ -185,7 +188,7 @@ def host_time(clock: Callable[[], float]) -> HostTime:
             begin = clock()
             multiply(count)
             times.append(clock() - begin)
-        return median(times)
+        return typical(times)
 
     with torch.enable_grad():
         with HandsOn() as mode:

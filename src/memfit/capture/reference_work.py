@@ -7,7 +7,7 @@ machine an operation takes up to twice its time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from statistics import median
 from typing import Final
@@ -38,10 +38,12 @@ class ReferenceWork:
 
     Attributes:
         least_seconds: as given, and less where it has taken less since.
+        stalls: whether most of its last runs waited for a thread.
     """
 
     def __init__(self, clock: Callable[[], float], least_seconds: float = inf) -> None:
         self.least_seconds = least_seconds
+        self.stalls = False
         self._clock = clock
         self._matrix: torch.Tensor | None = None
         self._numbers = torch.empty(0)
@@ -51,8 +53,10 @@ class ReferenceWork:
     def seconds(self, *, now: bool = False) -> float:
         """That it takes; that it took a moment ago where it was timed a moment ago and not `now`."""
         if now or time.monotonic() - self._timed_at > EVERY_SECONDS:
-            self._seconds = min(self._once() for _ in range(RUNS))
+            runs = [self._once() for _ in range(RUNS)]
+            self._seconds = min(runs)
             self.least_seconds = min(self.least_seconds, self._seconds)
+            self.stalls = median(runs) > STALLED * self.least_seconds
             self._timed_at = time.monotonic()
         return self._seconds
 
@@ -85,3 +89,13 @@ class ReferenceWork:
     def _work(self, matrix: torch.Tensor) -> None:
         torch.mm(matrix, matrix)
         self._numbers.add_(0.0)
+
+
+def typical(seconds: Iterable[float]) -> float:
+    """The median of what runs of one thing took, of those that waited for no thread whose core had gone to another process.
+
+    On a crowded computer most runs on several threads wait, and then take a scheduler's time slice, however short they are.
+    """
+    seconds = list(seconds)
+    least = min(seconds)
+    return median(each for each in seconds if each <= STALLED * least)

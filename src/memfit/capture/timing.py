@@ -22,7 +22,7 @@ from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, layout_o
 from memfit.capture.costs import Cost
 from memfit.capture.fresh_memory import KEPT, fresh_memory, page_faults
 from memfit.capture.present_machine import present_machine
-from memfit.capture.reference_work import ReferenceWork
+from memfit.capture.reference_work import STALLED, ReferenceWork, typical
 from memfit.meter import profiled, spans_and_changes, workspace_of
 from memfit.step.freed_memory import keep_freed_memory
 
@@ -113,17 +113,17 @@ class KernelTimer:
             found[key] = Cost(0.0, 0, made, layouts)
             timed[key] = _Timed(self._fresh.faults_of(made))
             if ran.seconds >= PROFILED_SECONDS:
-                timed[key].add(ran, None, (before + self._slowdown()) / 2)
+                timed[key].add(ran, None, (before + self._slowdown()) / 2, stalled=self._stalls())
 
         def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
             before = self._slowdown()
             touched = call.input_bytes + sum(found[key].made_bytes or ())
             # The cold run first: it fills the caches again, which a warm one would find as another operation's cold run left them.
             known = timed[key].warm
-            meets_cold = bool(known) and self._meets_cold_caches(touched, median(known))
+            meets_cold = bool(known) and self._meets_cold_caches(touched, typical(known))
             cold = self._cold_seconds(call, args, kwargs) if meets_cold else None
             warm = self._warm_run(call, args, kwargs)
-            timed[key].add(warm, cold, (before + self._slowdown()) / 2)
+            timed[key].add(warm, cold, (before + self._slowdown()) / 2, stalled=self._stalls())
 
         shared = Filled(self.device)
         with profiled() as profile:
@@ -143,6 +143,10 @@ class KernelTimer:
     def _slowdown(self) -> float:
         """Of the computer by now."""
         return 1.0 if self._reference is None else self._reference.slowdown_beside()
+
+    def _stalls(self) -> bool:
+        """Whether threads wait for each other by now."""
+        return self._reference is not None and self._reference.stalls
 
     def _on_cuda(self, wanted: Mapping[str, CallSpec], progress: Callable[[int], None]) -> dict[str, Cost]:
         found: dict[str, Cost] = {}
@@ -231,9 +235,9 @@ class KernelTimer:
             ran.append(self._run_with_its_pages(once))
         least = min(each.seconds for each in ran)
         if least > IN_A_ROW_SECONDS / 2:
-            return _Run.median_of(ran)
+            return _Run.typical_of(ran)
         runs = max(1, int(IN_A_ROW_SECONDS / max(least, 1e-6)))
-        return _Run(median(self._run_seconds(call, args, kwargs, runs) for _ in range(ROWS)), 0)
+        return _Run(typical(self._run_seconds(call, args, kwargs, runs) for _ in range(ROWS)), 0)
 
     def _cold_seconds(self, call: CallSpec, args: Any, kwargs: Any) -> float:
         """One run with cold caches."""
@@ -290,9 +294,9 @@ class _Run(NamedTuple):
     faults: int
 
     @classmethod
-    def median_of(cls, ran: Sequence[_Run]) -> _Run:
+    def typical_of(cls, ran: Sequence[_Run]) -> _Run:
         """Of several."""
-        return cls(median(each.seconds for each in ran), round(median(each.faults for each in ran)))
+        return cls(typical(each.seconds for each in ran), round(median(each.faults for each in ran)))
 
 
 class _Timed:
@@ -315,20 +319,24 @@ class _Timed:
         self._long = False
         self._slowdown = inf
 
-    def add(self, warm: _Run, cold: float | None, slowdown: float) -> None:
-        """What it took in one round, and how much slower the computer was beside it."""
+    def add(self, warm: _Run, cold: float | None, slowdown: float, *, stalled: bool) -> None:
+        """What it took in one round, how much slower the computer was beside it, and whether threads waited for each other there."""
         self.warm.append(warm.seconds / slowdown)
         self._faults = max(self._faults, warm.faults)
         if cold is not None:
             self.cold.append(cold / slowdown)
         self._long = self._long or warm.seconds >= VERY_LONG_SECONDS
-        self._slowdown = min(self._slowdown, slowdown)
+        # What is taken only while threads wait may be a wait: a later process takes it again.
+        self._slowdown = min(self._slowdown, max(slowdown, STALLED) if stalled else slowdown)
 
     @property
     def settled(self) -> bool:
         """Whether more rounds would say nothing new."""
         return self._long or (
-            self.rounds + 1 >= ROUNDS.start and agree(self.warm) and (not self.cold or agree(self.cold))
+            self.rounds + 1 >= ROUNDS.start
+            and self._slowdown < STALLED  # else they may agree upon how long a thread waits
+            and agree(self.warm)
+            and (not self.cold or agree(self.cold))
         )
 
     def cost(self, cost: Cost, workspace_bytes: int) -> Cost:
@@ -338,13 +346,13 @@ class _Timed:
             cost: the rest of it.
             workspace_bytes: of it.
         """
-        warm = median(self.warm)
+        warm = typical(self.warm)
         return replace(
             cost,
             seconds=warm,
             workspace_bytes=workspace_bytes,
             slowdown=self._slowdown,
-            cold_seconds=max(warm, median(self.cold)) if self.cold else None,
+            cold_seconds=max(warm, typical(self.cold)) if self.cold else None,
             # Without any, large blocks were put into a hole in every round, as they are not in a step that fills the holes.
             faults=self._faults or self._large_faults,
         )

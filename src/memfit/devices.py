@@ -20,7 +20,8 @@ from memfit.offers import planning_for
 from memfit.pipelining.planning import PipelinePlanning, StagePlanners, settings_for
 from memfit.pipelining.stages import SURE, NotFasterError
 from memfit.planner.candidates import check_names
-from memfit.planning import changed
+from memfit.planner.infeasible import NothingFitsError
+from memfit.planning import Planning, changed
 from memfit.progress import tell
 from memfit.sharding.roles import fullest
 from memfit.techniques.choices import Choices, in_words
@@ -124,6 +125,7 @@ def plan_sharded(
     turned_down: list[str] = []
     unable: dict[str, list[str]] = {}  # ways by the reason that they have in common
     refused: dict[str, InfeasibleError] = {}
+    unexplained: dict[str, int] = {}  # bytes at least, of ways that do not fit
     # Elsewhere what a block sends may overlap with computing, which no prediction counts: one unit would look faster than it is.
     ways = _ways(asked, ranks, one_unit=topology.processes and bool(repeated_blocks(source.model)))
     planning = _Planning(source, request, topology, make)
@@ -134,6 +136,9 @@ def plan_sharded(
             made = planning.plan(way, faster_than=inf if best is None else best.prediction.step_seconds / WORTH_MORE)
         except InfeasibleError as error:
             refused[way] = error
+            continue
+        except NothingFitsError as error:
+            unexplained[way] = error.least_bytes
             continue
         except NotFasterError as error:
             turned_down.append(f"{named}: {format_seconds(error.at_best_seconds)} a step at best")
@@ -151,8 +156,8 @@ def plan_sharded(
     turned_down += [
         reason if len(names) == len(ways) else f"{', and '.join(names)}: {reason}" for reason, names in unable.items()
     ]
-    least = _needs_least(refused, planning) if best is None and refused else None
-    turned_down += map(_does_not_fit, refused, refused.values())
+    least = _needs_least(refused, unexplained, planning) if best is None and (refused or unexplained) else None
+    turned_down += _do_not_fit(refused, unexplained)
     if best is None:
         if least is None:
             raise InputError(f"the step cannot be shared out among {ranks} ranks: {'; '.join(turned_down)}")
@@ -227,24 +232,47 @@ def _ways(asked: str, ranks: int, *, one_unit: bool) -> tuple[str, ...]:
     return (*sharded, *(settings_for(asked, ranks) if way not in WAYS else ()))
 
 
-def _does_not_fit(way: str, error: InfeasibleError) -> str:
-    needs = ""
-    if error.minimum_bytes is not None:
+def _do_not_fit(refused: dict[str, InfeasibleError], unexplained: dict[str, int]) -> list[str]:
+    """What to say of ways that do not fit, those first that need least."""
+    told: list[tuple[float, str]] = [
+        (size, f"at least {format_bytes(size)} are needed on each device") for size in unexplained.values()
+    ]
+    for way, error in refused.items():
+        size = error.minimum_bytes
         # A cut of parts that were not captured as stages is told with what they take by themselves.
         least = "no plan was found for less than" if is_pipeline(way) else "the smallest plan needs"
-        needs = f", {least} {format_bytes(error.minimum_bytes)} on each device"
-    return f"{in_words(Choices(sharding=way))}: does not fit{needs}"
+        told.append((inf, "") if size is None else (size, f"{least} {format_bytes(size)} on each device"))
+    named = (in_words(Choices(sharding=way)) for way in (*unexplained, *refused))
+    lines = (
+        (size, f"{name}: does not fit{', ' if why else ''}{why}") for name, (size, why) in zip(named, told, strict=True)
+    )
+    return [line for _, line in sorted(lines, key=lambda each: each[0])]
 
 
-def _needs_least(refused: dict[str, InfeasibleError], planning: _Planning) -> InfeasibleError:
-    """Of the ways that do not fit, the one that needs least; what pipelines need is tried, and told anew where it is more."""
+def _needs_least(
+    refused: dict[str, InfeasibleError], unexplained: dict[str, int], planning: _Planning
+) -> InfeasibleError:
+    """Of the ways that do not fit, the one that needs least.
+
+    What pipelines need is tried, and told anew where it is more; what others need is looked for, and then they are no longer among those `unexplained`.
+    """
 
     def needed(way: str) -> int:
-        return refused[way].minimum_bytes or 1 << 62
+        return unexplained.get(way) or refused[way].minimum_bytes or 1 << 62
 
     tries: Counter[str] = Counter()
-    for _ in range(CLAIMS):
-        way = min(refused, key=needed)
+    while True:
+        ways = [*refused, *unexplained]
+        if tries.total() == CLAIMS:
+            ways = [way for way in ways if not is_pipeline(way)]
+        if not ways:  # pipelines alone, and what they need was not found
+            least = refused[min(refused, key=needed)]
+            return InfeasibleError(str(least), budget_bytes=least.budget_bytes)
+        way = min(ways, key=needed)
+        if way in unexplained:
+            refused[way] = planning.refusal(way)
+            del unexplained[way]
+            continue
         least = refused[way]
         if not is_pipeline(way) or least.minimum_bytes is None:
             return least
@@ -259,10 +287,6 @@ def _needs_least(refused: dict[str, InfeasibleError], planning: _Planning) -> In
         else:
             least.minimum_bytes = asked
             return least
-    others = [way for way in refused if not is_pipeline(way)]
-    if others:
-        return refused[min(others, key=needed)]
-    return InfeasibleError(str(least), budget_bytes=least.budget_bytes)
 
 
 def _larger_budget(least: InfeasibleError, topology: Topology) -> tuple[Remedy, ...]:
@@ -293,6 +317,7 @@ class _Planning:
     topology: Topology
     make: Callable[[Request], Plan] | None
     _pipelines: dict[str, PipelinePlanning] = field(default_factory=dict)
+    _unexplained: dict[str, Planning] = field(default_factory=dict)
     _planners: StagePlanners = field(default_factory=dict)
 
     def plan(self, setting: str, budget_bytes: int | None = None, *, faster_than: float = inf) -> Plan:
@@ -305,6 +330,7 @@ class _Planning:
 
         Raises:
             NotFasterError: it cannot be.
+            NothingFitsError: nothing fits, and `refusal` tells how much would do.
             InfeasibleError, InputError, CaptureError: as for any plan.
         """
         if is_pipeline(setting):
@@ -318,12 +344,24 @@ class _Planning:
         if not self.topology.alike:
             raise InputError("it deals out equal parts, and these devices are not alike")
         with frozen(self.source.model, self.request.freeze):
-            setting = at_rank(setting, fullest(self.source.model, setting))
-        settled = self.request.settling(sharding=setting)
+            here = at_rank(setting, fullest(self.source.model, setting))
+        settled = self.request.settling(sharding=here)
         if self.make is not None:
             return self.make(settled)
         planning = planning_for(self.source, settled)
         at_best = planning.seconds_at_best() if faster_than < inf else 0.0
         if SURE * at_best >= faster_than:
             raise NotFasterError(at_best)
-        return planning.plan()
+        try:
+            return planning.plan(explained=False)
+        except NothingFitsError:
+            self._unexplained[setting] = planning
+            raise
+
+    def refusal(self, setting: str) -> InfeasibleError:
+        """That of a way in which nothing fits, with the smallest budget that would do."""
+        try:
+            self._unexplained.pop(setting).plan()
+        except InfeasibleError as error:
+            return error
+        raise AssertionError("a plan of the same captures fits now")

@@ -104,21 +104,23 @@ class Planning:
         """What the user asked."""
         return self.bundle.request
 
-    def plan(self, budget_bytes: int | None = None, *, savings: bool = True) -> Plan:
+    def plan(self, budget_bytes: int | None = None, *, savings: bool = True, explained: bool = True) -> Plan:
         """The fastest plan found in so many bytes; in the request's where none are given.
 
         Args:
             budget_bytes: what it has to fit into.
             savings: tell what each technique saves, which takes a capture of the step without it.
+            explained: where nothing fits, look for the smallest budget that would do, which takes captures.
 
         Raises:
             InfeasibleError: nothing fits.
+            NothingFitsError: nothing fits, and that need not be `explained`.
             CaptureError, InputError: the step cannot be captured as the request wants it, or was not.
         """
         if budget_bytes is None:
             assert self.request.budget is not None, "a budget is in the request or given"
             budget_bytes = self.request.budget.bytes
-        made = self._ask(lambda solvers: search.plan(solvers, budget_bytes, compared=savings))
+        made = self._ask(lambda solvers: search.plan(solvers, budget_bytes, compared=savings, explained=explained))
         if self.plain is not None:
             made = replace(made, prediction=replace(made.prediction, **asdict(self.plain.plain_step())))
         return remember(replace(made, undoable=not self._writes_for_good(made)), self)

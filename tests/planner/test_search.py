@@ -12,6 +12,7 @@ import pytest
 from memfit.errors import InfeasibleError
 from memfit.hardware.machine import known_machine
 from memfit.hardware.topology import Topology
+from memfit.planner.infeasible import NothingFitsError
 from memfit.planner.solvers import SLACK_BYTES
 from memfit.planning import Planning
 from memfit.techniques.choices import Choices
@@ -125,6 +126,34 @@ def test_the_smallest_budget_named_works_and_a_byte_less_does_not(fixed: int | N
     with pytest.raises(InfeasibleError) as again:
         made.plan(error.minimum_bytes - 1)
     assert again.value.minimum_bytes == error.minimum_bytes
+
+
+def test_where_not_even_the_most_micro_batches_fit_the_others_are_not_captured() -> None:
+    made, asked = search()
+    least, _ = made.smallest()
+    assert asked == [1, 16, 8]
+    made, asked = search()
+    with pytest.raises(InfeasibleError, match="16 micro-batches: nothing fits") as caught:
+        made.plan(least - 1)
+    assert caught.value.minimum_bytes == least
+    assert asked == [1, 2, 16, 8]
+    made, asked = search()
+    with pytest.raises(NothingFitsError) as unexplained:
+        made.plan(least - 1, explained=False)
+    assert unexplained.value.least_bytes == least - SLACK_BYTES
+    assert asked == [1, 2, 16]
+
+
+@pytest.mark.parametrize("enough", [1, 2, 4, 8, 16])
+def test_of_the_numbers_that_need_as_little_the_fewest_micro_batches_are_told(enough: int) -> None:
+    """Beyond some number a batch cannot be made smaller: a model that pads it to a multiple, say."""
+
+    def trace_of(choices: Choices) -> Trace:
+        return replace(sized(min(choices.micro_batches, enough)), choices=choices)
+
+    made = planning(trace_of, Weighting("samples"), fixed=None, candidates=(Choices(),))
+    _, found = made.smallest()
+    assert found.number == enough
 
 
 def test_what_the_engine_keeps_beside_the_trace_counts() -> None:

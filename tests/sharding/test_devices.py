@@ -64,7 +64,7 @@ def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told(
         == lacking
     )
     told = tight.explain()
-    assert "Rejected: data parallel on 4 ranks: does not fit, the smallest plan needs" in told
+    assert "Rejected: data parallel on 4 ranks: does not fit, at least " in told
     assert "seconds of collectives are measured among 4 ranks of gloo that compute in between, on this computer" in told
     assert (
         "ring of links of 50 GB/s" in planned("4x1GiB@50GB/s", fixed={"sharding": "data", "micro_batches": 1}).explain()
@@ -101,12 +101,29 @@ def test_of_a_way_that_cannot_be_faster_no_other_ranks_are_captured(monkeypatch:
     assert f"optimizer state sharded (ZeRO 1) on 3 ranks: {format_seconds(2.0)} a step at best" in plan.rejected
 
 
+def test_where_no_way_fits_other_ranks_are_captured_of_what_may_need_least_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured: list[str] = []
+    trace_of = TraceSource.trace_of
+
+    def noting(source: TraceSource, choices: Choices, *rest: Any) -> Any:
+        captured.append(choices.sharding)
+        return trace_of(source, choices, *rest)
+
+    monkeypatch.setattr(TraceSource, "trace_of", noting)
+    model, sample, loss_fn = steps.uneven()
+    with pytest.raises(memfit.InfeasibleError) as error:
+        memfit.plan(model, sample, loss_fn, 6000, small.adamw, devices=3)
+    fits = [each for each in error.value.weighed if "does not fit" in each]
+    assert fits[0].startswith("optimizer state sharded (ZeRO 1) on 3 ranks: does not fit, the smallest plan needs")
+    assert sum(", at least " in each for each in fits) == 2
+    assert {each.partition("/")[0] for each in captured if "@" in each} == {"zero1"}
+
+
 @pytest.mark.slow
 def test_nothing_fits_names_the_smallest_of_all_ways() -> None:
-    with pytest.raises(
-        memfit.InfeasibleError,
-        match="no way of sharing the step out among 2 devices fits: data parallel on 2 ranks: does not fit",
-    ) as error:
+    with pytest.raises(memfit.InfeasibleError, match="no way of sharing the step out among 2 devices fits: ") as error:
         planned(2, 20000)
     assert error.value.minimum_bytes is not None
     assert planned(2, error.value.minimum_bytes).prediction.peak_bytes <= error.value.minimum_bytes

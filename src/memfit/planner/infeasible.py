@@ -12,6 +12,8 @@ from typing import Final
 from memfit.errors import InfeasibleError, Remedy
 from memfit.planner.description import where
 from memfit.planner.found import Found, Rejection
+from memfit.planner.optimistic import least_bytes
+from memfit.planner.pruning import least_needed
 from memfit.planner.smallest_budget import smallest
 from memfit.planner.solvers import Solvers
 from memfit.techniques.choices import named
@@ -34,6 +36,32 @@ def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection
     remedies = _remedies(solvers, budget_bytes, size, found)
     beside = _beside_bytes(found.solver.trace)
     return _error(budget_bytes, size, (phase, module, operation), beside, remedies, tuple(map(str, rejected)))
+
+
+class NothingFitsError(Exception):
+    """Nothing fits, and how much would do was not looked for.
+
+    Attributes:
+        least_bytes: no plan was found for less, by what was captured.
+    """
+
+    def __init__(self, least_bytes: int) -> None:
+        super().__init__(f"no plan for less than {least_bytes} bytes")
+        self.least_bytes = least_bytes
+
+
+def least_known(solvers: Solvers) -> int:
+    """Bytes that the smallest plan of all candidates takes at least, by what was captured; of a sharded step on the rank that was captured first."""
+    numbers, known = solvers.numbers(), solvers.asked
+    least = []
+    for candidate in solvers.bundle.candidates:
+        every = (candidate.but(micro_batches=number) for number in numbers)
+        own = {choices.micro_batches: known[choices] for choices in every if choices in known}
+        needs = [solver.needed_here(solver.least_here()) for solver in own.values()]
+        if own and numbers[-1] not in own and not solvers.cannot_split:
+            needs.append(max(map(least_bytes, own.values())))  # in a larger number
+        least.append(max(min(needs, default=0) + solvers.extra_bytes, least_needed(solvers, candidate, {})))
+    return min(least)
 
 
 def with_remedies(error: InfeasibleError, remedies: tuple[Remedy, ...], nothing_else: str = "") -> InfeasibleError:

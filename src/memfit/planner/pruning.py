@@ -81,7 +81,8 @@ def least_needed(solvers: Solvers, candidate: Choices, needed: Mapping[Choices, 
             floor_left(solvers.asked[choices], _bounds(solvers, candidate, choices)) + solvers.extra_bytes
             for choices in asked
         ]
-        if len(asked) < len(solvers.numbers()) and not solvers.cannot_split:
+        # A larger number needs no more than the smaller ones.
+        if asked[-1].micro_batches < solvers.numbers()[-1] and not solvers.cannot_split:
             left.append(_held_beside(solvers, candidate, other))
         least.append(min(left))
     for other, size in needed.items():

@@ -9,17 +9,20 @@ Nothing here runs a model or remembers other budgets: a plan depends on the bund
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import Final
 
 from memfit.planner.caching_allocator import MIB
 from memfit.planner.description import describe
 from memfit.planner.found import WORTH_MORE, Found, Reason, Rejection
-from memfit.planner.infeasible import infeasible
+from memfit.planner.infeasible import NothingFitsError, infeasible, least_known
 from memfit.planner.offloading import why_nothing_is_offloaded
 from memfit.planner.optimistic import least_bytes
 from memfit.planner.pruning import adds_to_any, why_hopeless
 from memfit.planner.savings import savings, slower_notes
+from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, MissingTrace, RefusedError, Solvers
 from memfit.techniques.choices import Choices, in_words, named
 from memfit.units import format_bytes, format_seconds
@@ -28,21 +31,25 @@ from memfit.values.plan import Plan
 TRIES: Final = 4  # to leave room for blocks: each takes less than the last one by what that was above the budget
 
 
-def plan(solvers: Solvers, budget_bytes: int, *, compared: bool = True) -> Plan:
+def plan(solvers: Solvers, budget_bytes: int, *, compared: bool = True, explained: bool = True) -> Plan:
     """The fastest plan found, with what its techniques save and which of them are slower than people expect.
 
     Args:
         solvers: of the bundle.
         budget_bytes: what the plan has to fit into.
         compared: with the steps without its techniques, which are captured for it; else it says nothing of savings.
+        explained: where nothing fits, the smallest budget that would do is looked for, which may take further captures.
 
     Raises:
         InfeasibleError: nothing fits; names the smallest budget that would do.
+        NothingFitsError: nothing fits, and that need not be `explained`.
         MissingTrace, MissingWeighting: the bundle lacks what is needed, and the caller can capture it.
         RefusedError: the only candidate cannot be captured.
     """
     found, rejected = weigh(solvers, budget_bytes)
     if found is None:
+        if not explained:
+            raise NothingFitsError(least_known(solvers))
         raise infeasible(solvers, budget_bytes, rejected)
     made = describe(solvers, budget_bytes, found, rejected)
     found, made = _with_room_for_blocks(solvers, budget_bytes, found, made)
@@ -114,7 +121,8 @@ def _weigh_one(
     capacity = budget_bytes - solvers.extra_bytes - SLACK_BYTES
     own: Found | None = None  # of this candidate
     no_faster = 0  # numbers of micro-batches in a row
-    needs: list[int] = []  # bytes, in the numbers in which nothing fits
+    needs: dict[int, int] = {}  # bytes, by the numbers in which nothing fits
+    most = solvers.numbers()[-1]
     all_tried = True  # numbers that could help
     for number in solvers.numbers():
         if number > 1:
@@ -140,21 +148,24 @@ def _weigh_one(
             rejected.append(Rejection(name, Reason.CANNOT_WIN, why))
             all_tried = False
             break
-        nothing_dropped = solver.plain.peak <= budget_bytes and solvers.budget_for(solver, solver.plain) <= budget_bytes
-        solution = solver.plain if nothing_dropped else solver.fitting(capacity)
+        solution = solver.plain if _fits_undropped(solvers, solver, budget_bytes) else solver.fitting(capacity)
         if solution is None:
-            needs.append(solver.needed_here(solver.least_here()))
-            or_more = " or more" if candidate.sharding else ""  # on another rank
+            needs[number] = solver.needed_here(solver.least_here())
             held = least_bytes(solver) + solvers.extra_bytes
-            always = (
-                f", of which {format_bytes(held)} are held in the optimizer's update" if held > budget_bytes else ""
-            )
-            why = f"nothing fits, the smallest plan found needs {format_bytes(needs[-1])}{or_more}{always}"
-            rejected.append(Rejection(name, Reason.DOES_NOT_FIT, why))
-            # The second number may need more than the first, since gradients then are there from the start; from there on less of the batch is never more.
-            if always or (len(needs) > 2 and needs[-1] >= needs[-2]):
-                all_tried = not always
+            rejected.append(_too_large(candidate, number, needs[number], held if held > budget_bytes else None))
+            if held > budget_bytes:
+                all_tried = False
                 break
+            *_, fewer, this = (inf, *needs.values())
+            # The second number may need more than the first, since gradients then are there from the start; from there on less of the batch is never more.
+            if len(needs) > 2 and this >= fewer:
+                break
+            if number < most and _as_dividing_goes_on(needs, most) > capacity:
+                last = _needed_in(solvers, candidate, most, budget_bytes)
+                if last > capacity:
+                    needs[most] = last
+                    rejected.append(_too_large(candidate, most, last))
+                    break
             continue
         found = Found(candidate, number, solver, solution)
         faster = own is None or found.seconds * WORTH_MORE < own.seconds
@@ -171,8 +182,39 @@ def _weigh_one(
         if found.worth_no_more():
             break  # what more micro-batches could still save is not worth them
     if own is None and needs and all_tried:
-        needed[candidate] = min(needs) + solvers.extra_bytes
+        needed[candidate] = min(needs.values()) + solvers.extra_bytes
     return best
+
+
+def _too_large(candidate: Choices, number: int, needed: int, held: int | None = None) -> Rejection:
+    """Of a candidate in a number of micro-batches in which it needs too much; of that, bytes `held` in the update are too much by themselves."""
+    or_more = " or more" if candidate.sharding else ""  # on another rank
+    always = "" if held is None else f", of which {format_bytes(held)} are held in the optimizer's update"
+    why = f"nothing fits, the smallest plan found needs {format_bytes(needed)}{or_more}{always}"
+    return Rejection(named(candidate, number), Reason.DOES_NOT_FIT, why)
+
+
+def _as_dividing_goes_on(needs: Mapping[int, int], most: int) -> float:
+    """Bytes that the largest number of micro-batches is likely to need, by the last two that were looked at: a part of them is for samples, the rest is not."""
+    if len(needs) < 2:
+        return 0.0
+    *_, (few, needed_by_few), (more, needed_by_more) = needs.items()
+    each = max(0, needed_by_few - needed_by_more) / (1 / few - 1 / more)
+    return needed_by_more - each * (1 / more - 1 / most)
+
+
+def _fits_undropped(solvers: Solvers, solver: Solver, budget_bytes: int) -> bool:
+    """Whether a step fits with nothing dropped."""
+    return solver.plain.peak <= budget_bytes and solvers.budget_for(solver, solver.plain) <= budget_bytes
+
+
+def _needed_in(solvers: Solvers, candidate: Choices, number: int, budget_bytes: int) -> int:
+    """Bytes that a candidate needs in a number of micro-batches, on the rank that is captured first; 0 where it fits undropped, or cannot run so."""
+    try:
+        solver = solvers.of(number, candidate)
+    except RefusedError:
+        return 0
+    return 0 if _fits_undropped(solvers, solver, budget_bytes) else solver.needed_here(solver.least_here())
 
 
 def _nothing_to_offload(solvers: Solvers) -> list[Rejection]:

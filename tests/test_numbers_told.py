@@ -271,6 +271,12 @@ def test_what_lies_on_the_device_beside_the_model_is_told_where_it_is_much_of_wh
         assert caught.value.beside_bytes == beside
         told = f"{format_bytes(beside)} of it for what lies on the device beside the model"
         assert (told in str(caught.value)) == bool(beside)
+    with pytest.raises(InfeasibleError) as of_several:
+        memfit.plan(model, sample, alone, "64MiB", devices="2xh100", fixed={"micro_batches": 1}, host_budget=0)
+    assert of_several.value.beside_bytes == 1 << 26
+    assert f"of what each device needs, {format_bytes(1 << 26)} are for what lies on the device" in str(
+        of_several.value
+    )
 
 
 def test_every_number_of_the_error_is_a_field_of_it() -> None:
@@ -339,3 +345,20 @@ def test_in_what_results_differ_is_part_of_the_promise(
     (results,) = (line for line in plan.explain().splitlines() if line.startswith("Results: "))
     assert told in results
     assert memfit.Plan.from_json(plan.to_json()) == plan
+
+
+def test_progress_names_the_tier_that_the_plan_names() -> None:
+    """State on the disk stands in for that in the host's memory, which is no tier of its own beside this CPU."""
+    told: list[str] = []
+    memfit.plan(
+        torch.nn.Linear(8, 8),
+        torch.ones(4, 8),
+        lambda model, x: model(x).square().mean(),
+        "1GiB",
+        device="h100",
+        fixed={"micro_batches": 1, "state_place": "host"},
+        progress=lambda text, _: told.append(text),
+    )
+    captured = [each for each in told if "optimizer state on the" in each]
+    assert captured
+    assert all("on the host" in each for each in captured)

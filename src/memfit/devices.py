@@ -20,7 +20,7 @@ from memfit.offers import planning_for
 from memfit.pipelining.planning import PipelinePlanning, StagePlanners, settings_for
 from memfit.pipelining.stages import SURE, NotFasterError
 from memfit.planner.candidates import check_names
-from memfit.planner.infeasible import NothingFitsError
+from memfit.planner.infeasible import BESIDE, NothingFitsError, worth_telling
 from memfit.planning import Planning, changed
 from memfit.progress import tell
 from memfit.sharding.roles import fullest
@@ -125,7 +125,7 @@ def plan_sharded(
     turned_down: list[str] = []
     unable: dict[str, list[str]] = {}  # ways by the reason that they have in common
     refused: dict[str, InfeasibleError] = {}
-    unexplained: dict[str, int] = {}  # bytes at least, of ways that do not fit
+    unexplained: dict[str, NothingFitsError] = {}
     # Elsewhere what a block sends may overlap with computing, which no prediction counts: one unit would look faster than it is.
     ways = _ways(asked, ranks, one_unit=topology.processes and bool(repeated_blocks(source.model)))
     planning = _Planning(source, request, topology, make)
@@ -138,7 +138,7 @@ def plan_sharded(
             refused[way] = error
             continue
         except NothingFitsError as error:
-            unexplained[way] = error.least_bytes
+            unexplained[way] = error
             continue
         except NotFasterError as error:
             turned_down.append(f"{named}: {format_seconds(error.at_best_seconds)} a step at best")
@@ -161,6 +161,10 @@ def plan_sharded(
     if best is None:
         if least is None:
             raise InputError(f"the step cannot be shared out among {ranks} ranks: {'; '.join(turned_down)}")
+        told = [error.beside_bytes for error in refused.values()]
+        beside = max([*told, *(error.beside_bytes for error in unexplained.values())])
+        if worth_telling(beside, least.minimum_bytes or 1 << 62):
+            turned_down.append(f"of what each device needs, {format_bytes(beside)} are {BESIDE}")
         remedies = least.remedies or _larger_budget(least, topology)
         raise InfeasibleError(
             f"no way of sharing the step out among {ranks} devices fits: {'; '.join(turned_down)}. Ways out: "
@@ -170,6 +174,7 @@ def plan_sharded(
             moment=least.moment,
             module=least.module,
             remedies=remedies,
+            beside_bytes=beside,
             weighed=tuple(turned_down),
         )
     kinds = Counter((kind.name, kind.memory_bytes) for kind in topology.devices)
@@ -232,10 +237,11 @@ def _ways(asked: str, ranks: int, *, one_unit: bool) -> tuple[str, ...]:
     return (*sharded, *(settings_for(asked, ranks) if way not in WAYS else ()))
 
 
-def _do_not_fit(refused: dict[str, InfeasibleError], unexplained: dict[str, int]) -> list[str]:
+def _do_not_fit(refused: dict[str, InfeasibleError], unexplained: dict[str, NothingFitsError]) -> list[str]:
     """What to say of ways that do not fit, those first that need least."""
     told: list[tuple[float, str]] = [
-        (size, f"at least {format_bytes(size)} are needed on each device") for size in unexplained.values()
+        (error.least_bytes, f"at least {format_bytes(error.least_bytes)} are needed on each device")
+        for error in unexplained.values()
     ]
     for way, error in refused.items():
         size = error.minimum_bytes
@@ -250,7 +256,7 @@ def _do_not_fit(refused: dict[str, InfeasibleError], unexplained: dict[str, int]
 
 
 def _needs_least(
-    refused: dict[str, InfeasibleError], unexplained: dict[str, int], planning: _Planning
+    refused: dict[str, InfeasibleError], unexplained: dict[str, NothingFitsError], planning: _Planning
 ) -> InfeasibleError:
     """Of the ways that do not fit, the one that needs least.
 
@@ -258,7 +264,7 @@ def _needs_least(
     """
 
     def needed(way: str) -> int:
-        return unexplained.get(way) or refused[way].minimum_bytes or 1 << 62
+        return unexplained[way].least_bytes if way in unexplained else refused[way].minimum_bytes or 1 << 62
 
     tries: Counter[str] = Counter()
     while True:

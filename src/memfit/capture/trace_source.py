@@ -123,12 +123,13 @@ class TraceSource:
         """In the batch of a step."""
         return batches.size(self.sample) * self.loader_batches
 
-    def trace_of(self, choices: Choices, ahead: str = "") -> Trace:
+    def trace_of(self, choices: Choices, ahead: str = "", *, stands_for: Choices | None = None) -> Trace:
         """The step with these choices, nothing dropped; transfers of offloaded state and streamed layers are not included.
 
         Args:
             choices: of the step.
             ahead: told after what is being captured: how much is left to do.
+            stands_for: others, which are told in place of these.
 
         Raises:
             CaptureError, InputError, EngineError: it cannot be run so, or not be predicted.
@@ -136,9 +137,10 @@ class TraceSource:
         if choices not in self._traces:
             run = self._runnable_here(choices)
             if run != choices:
-                self._traces[choices] = _told_as(self.trace_of(run, ahead), choices)
+                self._traces[choices] = _told_as(self.trace_of(run, ahead, stands_for=choices), choices)
             else:
-                tell(self.progress, f"capturing a step ({named(choices, choices.micro_batches)}){ahead}", 0.1)
+                told = stands_for or choices
+                tell(self.progress, f"capturing a step ({named(told, told.micro_batches)}){ahead}", 0.1)
                 with outside_torch_kept():
                     self._traces[choices] = self.captured(choices)
         return self._traces[choices]

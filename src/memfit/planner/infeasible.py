@@ -21,6 +21,7 @@ from memfit.units import format_budget, format_bytes, format_seconds
 from memfit.values.trace import BEFORE_STEP, Category, Trace
 
 WORTH_TELLING: Final = 16  # what lies beside the model is told from this part of all bytes on
+BESIDE: Final = "for what lies on the device beside the model (libraries' workspaces, other tensors)"
 
 
 def infeasible(solvers: Solvers, budget_bytes: int, rejected: Sequence[Rejection]) -> InfeasibleError:
@@ -43,15 +44,16 @@ class NothingFitsError(Exception):
 
     Attributes:
         least_bytes: no plan was found for less, by what was captured.
+        beside_bytes: as in `InfeasibleError`.
     """
 
-    def __init__(self, least_bytes: int) -> None:
+    def __init__(self, least_bytes: int, beside_bytes: int) -> None:
         super().__init__(f"no plan for less than {least_bytes} bytes")
-        self.least_bytes = least_bytes
+        self.least_bytes, self.beside_bytes = least_bytes, beside_bytes
 
 
-def least_known(solvers: Solvers) -> int:
-    """Bytes that the smallest plan of all candidates takes at least, by what was captured; of a sharded step on the rank that was captured first."""
+def nothing_fits(solvers: Solvers) -> NothingFitsError:
+    """The error with what the smallest plan of all candidates takes at least, by what was captured; of a sharded step on the rank that was captured first."""
     numbers, known = solvers.numbers(), solvers.asked
     least = []
     for candidate in solvers.bundle.candidates:
@@ -61,7 +63,7 @@ def least_known(solvers: Solvers) -> int:
         if own and numbers[-1] not in own and not solvers.cannot_split:
             needs.append(max(map(least_bytes, own.values())))  # in a larger number
         least.append(max(min(needs, default=0) + solvers.extra_bytes, least_needed(solvers, candidate, {})))
-    return min(least)
+    return NothingFitsError(min(least), _beside_bytes(solvers.baseline.trace))
 
 
 def with_remedies(error: InfeasibleError, remedies: tuple[Remedy, ...], nothing_else: str = "") -> InfeasibleError:
@@ -80,6 +82,11 @@ def with_remedies(error: InfeasibleError, remedies: tuple[Remedy, ...], nothing_
     )
 
 
+def worth_telling(beside_bytes: int, size: int) -> bool:
+    """Whether what lies beside the model is a good part of what a plan needs."""
+    return WORTH_TELLING * beside_bytes >= size
+
+
 def _beside_bytes(trace: Trace) -> int:
     """What lies on the device beside the model and its step, all the time."""
     return sum(s.bytes for s in trace.storages if s.category is Category.OTHER and s.birth == BEFORE_STEP)
@@ -96,9 +103,7 @@ def _error(
 ) -> InfeasibleError:
     """With its message: what is needed and where, the ways out, what was weighed."""
     phase, module, operation = peak
-    beside = ""
-    if WORTH_TELLING * beside_bytes >= size:
-        beside = f", {format_bytes(beside_bytes)} of it for what lies on the device beside the model (libraries' workspaces, other tensors)"
+    beside = f", {format_bytes(beside_bytes)} of it {BESIDE}" if worth_telling(beside_bytes, size) else ""
     ways_out = "; ".join(f"{r.text} ({_cost(r)})" for r in remedies)
     others = (f". {nothing_else}" if nothing_else else "") + (f". Weighed: {'; '.join(weighed)}" if weighed else "")
     return InfeasibleError(

@@ -17,7 +17,7 @@ from typing import Final
 from memfit.planner.caching_allocator import MIB
 from memfit.planner.description import describe
 from memfit.planner.found import WORTH_MORE, Found, Reason, Rejection
-from memfit.planner.infeasible import NothingFitsError, infeasible, least_known
+from memfit.planner.infeasible import infeasible, nothing_fits
 from memfit.planner.offloading import why_nothing_is_offloaded
 from memfit.planner.optimistic import least_bytes
 from memfit.planner.pruning import adds_to_any, why_hopeless
@@ -49,7 +49,7 @@ def plan(solvers: Solvers, budget_bytes: int, *, compared: bool = True, explaine
     found, rejected = weigh(solvers, budget_bytes)
     if found is None:
         if not explained:
-            raise NothingFitsError(least_known(solvers))
+            raise nothing_fits(solvers)
         raise infeasible(solvers, budget_bytes, rejected)
     made = describe(solvers, budget_bytes, found, rejected)
     found, made = _with_room_for_blocks(solvers, budget_bytes, found, made)

@@ -130,6 +130,9 @@ def test_a_plan_leaves_room_for_blocks_that_are_larger_than_their_tensors(monkey
     plan = replan(full, full.budget_bytes)
     assert plan.prediction.peak_bytes < full.prediction.peak_bytes
     assert plan.prediction.allocated_bytes == plan.prediction.peak_bytes + 2 * MIB <= plan.budget_bytes
+    (room,) = [note for note in plan.notes if "are left free" in note]
+    assert parse_bytes(room.rpartition(" in ")[2]) < full.prediction.peak_bytes
+    assert not [note for note in full.notes if "are left free" in note]
     tight = replan(full, smallest_budget(full))
     assert tight.prediction.allocated_bytes > tight.budget_bytes
 

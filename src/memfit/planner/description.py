@@ -114,7 +114,7 @@ def describe(
         notes=(
             *trace.notes,
             *_on_parts(solvers, trace),
-            *_reserved(prediction, budget_bytes),
+            *_reserved(prediction, budget_bytes, room_bytes),
             *_drawn(prediction, trace),
             *_several(trace, prediction, budget_bytes),
             *_each_its_own(prediction, budget_bytes, [(solver, solution), *beside], solvers.extra_bytes),
@@ -355,8 +355,8 @@ def _on_paths(solver: Solver, solution: Solution) -> list[int]:
     return solver.draws.on_paths(solution.recomputations) if solver.trace.paths else [0]
 
 
-def _reserved(prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
-    """What the allocator of a GPU takes from the card for the plan."""
+def _reserved(prediction: Prediction, budget_bytes: int, room_bytes: int) -> tuple[str, ...]:
+    """What the allocator of a GPU takes from the card for the plan, and what was left free for it."""
     if not prediction.reserved_bytes:
         return ()
     more, above = prediction.allocated_bytes - prediction.peak_bytes, prediction.allocated_bytes - budget_bytes
@@ -366,7 +366,13 @@ def _reserved(prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
         f"PyTorch's allocator takes about {format_bytes(prediction.reserved_bytes)} of the card for these {format_bytes(prediction.peak_bytes)}, its free "
         f"blocks{blocks} included (estimated, with its default settings){over}; the CUDA context comes on top"
     )
-    return (note,)
+    if not room_bytes:
+        return (note,)
+    room = (
+        f"{format_bytes(room_bytes)} of the budget are left free, as the allocator's blocks may be larger than their tensors by as much: "
+        f"what was rejected was looked for in {format_bytes(budget_bytes - room_bytes)}"
+    )
+    return note, room
 
 
 def _drawn(prediction: Prediction, trace: Trace) -> tuple[str, ...]:

@@ -687,6 +687,25 @@ def test_the_reference_work_tells_that_most_of_its_runs_wait() -> None:
     assert [(work.seconds(now=True), work.stalls) for _ in looks] == [(1.0, False), (1.0, True), (1.0, False)]
 
 
+def test_the_reference_work_takes_a_twentieth_of_what_it_is_timed_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long its runs wait for each other's threads."""
+    now = [0.0]
+
+    def once(_: ReferenceWork) -> float:
+        now[0] += 16e-3
+        return 16e-3
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ReferenceWork, "_once", once)
+    work, looked = ReferenceWork(time.process_time), 0.0
+    while now[0] < 60.0:
+        before = now[0]
+        work.seconds()
+        looked += now[0] - before
+        now[0] += 16e-3
+    assert looked < 0.06 * now[0]
+
+
 def test_the_reference_work_knows_its_least_time() -> None:
     looks = ([9.0, 5.0, 2.0, 2.0, 3.0], [9.0, 4.0, 5.0, 4.0, 4.0], [3.0, 1.0, 1.0, 2.0, 1.0])
     clock = itertools.accumulate(each for look in looks for taken in look for each in (1.0, taken))

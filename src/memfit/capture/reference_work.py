@@ -19,7 +19,8 @@ import torch
 QUIET: Final = 1.15
 BUSY: Final = 1.1  # slowdown of a busy machine
 QUIETER: Final = 0.85  # times the slowdown that a cost was taken under: then it is worth taking again
-EVERY_SECONDS: Final = 0.02  # of timing other work, after which it is timed again; that takes about a twentieth of them
+EVERY_SECONDS: Final = 0.02  # of timing other work, after which it is timed again
+LEAST_OTHER: Final = 20  # times what that took: while threads wait for each other it is more than all other work
 RUNS: Final = 5  # the first ones bring the work back into the caches, which what was timed before has filled
 LOOKS: Final = 9
 # More than neighbours do (up to two times). Threads that wait for one whose core has gone to another process, which is 20 ms later, make it
@@ -48,16 +49,18 @@ class ReferenceWork:
         self._matrix: torch.Tensor | None = None
         self._numbers = torch.empty(0)
         self._seconds = inf
-        self._timed_at = -inf
+        self._next_at = -inf
 
     def seconds(self, *, now: bool = False) -> float:
         """That it takes; that it took a moment ago where it was timed a moment ago and not `now`."""
-        if now or time.monotonic() - self._timed_at > EVERY_SECONDS:
+        begin = time.monotonic()
+        if now or begin > self._next_at:
             runs = [self._once() for _ in range(RUNS)]
             self._seconds = min(runs)
             self.least_seconds = min(self.least_seconds, self._seconds)
             self.stalls = median(runs) > STALLED * self.least_seconds
-            self._timed_at = time.monotonic()
+            end = time.monotonic()
+            self._next_at = end + max(EVERY_SECONDS, LEAST_OTHER * (end - begin))
         return self._seconds
 
     def slowdown(self) -> float:

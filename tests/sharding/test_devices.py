@@ -240,13 +240,18 @@ def tied(model: Parts) -> None:
     model.blocks[2][0].weight = model.blocks[0][0].weight  # type: ignore[index]
 
 
+def tied_to_the_end(model: Parts) -> None:
+    model.out.weight = model.blocks[0][0].weight  # type: ignore[index]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("way", "change", "loss_fn", "told"),
     [
         ("data", None, small.squared_error, r"a parameter gets no gradient in a step \(unused.weight, unused.bias\), which Distributed"),
         ("zero3", None, of_a_part, "the loss calls a part of the model, or uses a parameter, outside of the model's own forward"),
-        ("zero3", tied, small.squared_error, "two blocks share a parameter, and fully_shard gathers each block by itself"),
+        ("zero3", tied, small.squared_error, r"blocks.0.0.weight and blocks.2.0.weight are one parameter, and fully_shard"),
+        ("zero2", tied_to_the_end, small.squared_error, r"blocks.0.0.weight and out.weight are one parameter, and fully_shard"),
         ("zero2", lambda model: model.unused.double(), small.squared_error, "parameters that are trained have several types"),
         ("zero3", None, of_a_gradient, "forward takes a gradient that is differentiated again, and fully_shard frees parameters after each backward"),
     ],

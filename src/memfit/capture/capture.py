@@ -171,11 +171,6 @@ def _of_an_engine(said: str) -> CaptureError | None:
             "the loss calls a part of the model, or uses a parameter, outside of the model's own forward, where fully_shard gathers nothing: call it in "
             "forward, or train data parallel or with ZeRO 1"
         )
-    if "already managed by another FSDP group" in said:
-        return CaptureError(
-            "two blocks share a parameter, and fully_shard gathers each block by itself: train data parallel or with ZeRO 1, or with the model as one unit "
-            '(fixed={"sharding": "zero2+whole"})'
-        )
     if "FSDP expects uniform original parameter dtype" in said:
         return CaptureError(
             "parameters that are trained have several types, and fully_shard gathers them together: give them one type, or train data parallel or with ZeRO 1"

@@ -8,7 +8,7 @@ before forward, its gradients reduced after backward, in one collective each, wh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from memfit.errors import InputError
+from memfit.errors import CaptureError, InputError
 from memfit.sharding.sharded import OptimizerFactory, ShardedModel
 from memfit.sharding.unit_calls import UnitCalls
 from memfit.techniques.layer_streaming.blocks import repeated_blocks
@@ -46,6 +46,7 @@ class FullySharded(ShardedModel):
         self._used: set[nn.Parameter] = set()  # by this rank, in a step
         self._collects = False  # in a micro-batch, after which `collect` is called
         found = () if one_unit else units(model)
+        _check_not_shared(model, found)
         for path in found:
             fully_shard(model.get_submodule(path), mesh=mesh, reshard_after_forward=reshards)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -253,6 +254,24 @@ def units(model: nn.Module) -> tuple[str, ...]:
     """Paths of the modules whose parameters are gathered together: the model's largest family of repeated blocks; the model as a whole is one more."""
     found = repeated_blocks(model)
     return found[0].paths if found else ()
+
+
+def _check_not_shared(model: nn.Module, paths: Sequence[str]) -> None:
+    """Raise CaptureError where a parameter is in several units: each would get a shard and an optimizer's state of its own, and some versions of torch say so.
+
+    Args:
+        model: whole.
+        paths: of its units besides the model as a whole.
+    """
+    first: dict[nn.Parameter, tuple[str, str]] = {}  # the unit and the name that a parameter is met by first
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((path for path in paths if name.startswith(f"{path}.")), "")
+        other_unit, other = first.setdefault(parameter, (unit, name))
+        if unit != other_unit:
+            raise CaptureError(
+                f"{other} and {name} are one parameter, and fully_shard gathers each block by itself: train data parallel or with ZeRO 1, or with the model as "
+                'one unit (fixed={"sharding": "zero2+whole"})'
+            )
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:

@@ -23,6 +23,7 @@ from memfit.hardware.network import ASSUMED_BANDWIDTH, ASSUMED_LATENCY_SECONDS, 
 from memfit.hardware.topology import PeerLink, Topology
 from memfit.planning import Planning, planning_of
 from memfit.sharding.by_rows import check_by_rows
+from memfit.sharding.fully_sharded import checked
 from memfit.sharding.roles import fullest, roles_of
 from memfit.techniques.choices import Choices
 from memfit.techniques.sharding import ONE_UNIT, setting_of, way_of
@@ -285,6 +286,23 @@ def test_a_parameter_that_is_a_single_number_leaves_the_ways_that_bear_it() -> N
     plan = memfit.plan(model, sample, loss_fn, 1 << 34, small.adamw, devices=2, fixed={"micro_batches": 1})
     assert plan.choices.sharding in {"data/2", "zero1/2"}
     assert any("the parameter unused.0 is a single number" in told for told in plan.rejected)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "told"),
+    [
+        (torch.ones(()), "the parameter scale is a single number, .*, or give it the shape \\(1,\\)$"),
+        (torch.ones(2, 3).t(), "the parameter scale is not contiguous, .*, or make it contiguous$"),
+    ],
+)
+def test_what_fully_shard_does_not_take_is_refused_with_what_it_takes(parameter: Tensor, told: str) -> None:
+    """And that is taken."""
+    model = nn.Module()
+    model.scale = nn.Parameter(parameter)
+    with pytest.raises(memfit.InputError, match=told):
+        checked(model)
+    model.scale = nn.Parameter(parameter.reshape(1) if parameter.ndim == 0 else parameter.contiguous())
+    checked(model)
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,11 @@ def checked(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0 or not parameter.is_contiguous():
-            what = "is a single number" if parameter.ndim == 0 else "is not contiguous"
+            what, instead = (
+                ("is a single number", "give it the shape (1,)")
+                if parameter.ndim == 0
+                else ("is not contiguous", "make it contiguous")
+            )
             raise InputError(
-                f"the parameter {name} {what}, which torch's fully_shard cannot shard: train data parallel or with ZeRO 1, or give it another shape"
+                f"the parameter {name} {what}, which torch's fully_shard cannot shard: train data parallel or with ZeRO 1, or {instead}"
             )

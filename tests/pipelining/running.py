@@ -22,7 +22,7 @@ from sharding import steps
 from sharding.ranks import on_ranks
 
 together = partial(on_ranks, limit=400.0)  # several plans in one start
-OPTIMIZERS = steps.OPTIMIZERS
+OPTIMIZERS: dict[str, Any] = {**steps.OPTIMIZERS, "one by one": partial(torch.optim.AdamW, fused=False, foreach=False)}
 SAMPLES = 32  # of all ranks
 
 
@@ -57,6 +57,10 @@ def weighed() -> steps.Built:
         return functional.cross_entropy(logits, labels, batch["weights"], reduction="sum") / 100.0
 
     return model, {**sample, "weights": torch.linspace(0.5, 1.5, stage_models.WORDS)}, loss_fn
+
+
+def few_rows() -> steps.Built:
+    return small.chain(2), small.rows(4), small.squared_error
 
 
 def tied() -> steps.Built:

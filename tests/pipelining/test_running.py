@@ -141,6 +141,16 @@ def test_a_tensor_that_every_rank_has_alike_is_there_once() -> None:
     assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
 
 
+@pytest.mark.slow
+def test_what_is_gone_before_the_update_is_not_counted_at_it() -> None:
+    """The batch that ranks have put together, the loss, and the gradients of what the last stage has received."""
+    plans = [planned(running.few_rows, 2, f"{how}/2", "one by one") for how in ("1f1b", "gpipe")]
+    assert all(plan.prediction.peak_phase == "optimizer" for plan in plans)
+    ran = running.together(2, running.run, [plan.to_json() for plan in plans], running.few_rows, "one by one")
+    for number, plan in enumerate(plans):
+        assert running.as_predicted([of_rank[number].peak_bytes for of_rank in ran], plan)
+
+
 def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predicted() -> None:
     """Torch's interleaved schedule holds all that it sends, as its GPipe does. The gradients of four stages, two of them run again."""
     plan = planned(running.short_decoder, 2, "interleaved/2", "sgd", clip_norm=0.1, fixed={"micro_batches": 4})

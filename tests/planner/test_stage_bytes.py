@@ -25,6 +25,13 @@ def test_what_stages_of_a_rank_share_is_taken_off_once(per_rank: int) -> None:
     assert rank_peak(order, Schedule.INTERLEAVED, with_batch, shared_bytes) == (alone + 30, phase)
 
 
+def test_the_batch_that_ranks_have_put_together_is_gone_at_the_update() -> None:
+    """The peak is in the update with or without it."""
+    levels = StageLevels(130, 10, 7, 20, 35, 25, 500, 3, 5, 5)
+    order = rank_orders(Schedule.ONE_FORWARD_ONE_BACKWARD, 2, 4)[0]
+    assert rank_peak(order, Schedule.ONE_FORWARD_ONE_BACKWARD, {0: levels}, batch_bytes=30) == (610, "optimizer")
+
+
 # Of a first stage: of 7 bytes that it sends, the gradients of 10 that it received.
 SENDS = StageLevels(1000, 0, 100, 200, 0, 0, 0, 10, 20, 7)
 

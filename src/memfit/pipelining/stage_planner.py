@@ -341,6 +341,11 @@ class StagePlanner:
         again = (max(0, sum(name in names for names in there) - 1) * p.nbytes for name, p in model.named_parameters())
         return (len(stretches) - 1) * everywhere + batch + sum(again)
 
+    def batch_bytes(self, stretches: Sequence[Stretch]) -> int:
+        """Of the batch of all ranks, what a rank with these stages is sent, or has copied."""
+        read = {place for stretch in stretches for place in self._read(*stretch)}
+        return sum(size for place, size in self._divided_bytes.items() if place in read)
+
     def cost(self, first: int, end: int, found: Cut, has_bytes: int) -> StageCost:
         """What the stage takes, for the cut: nowhere less than `rank_peak` says of it.
 

@@ -235,14 +235,15 @@ def _peaks(
 
     def of_rank(rank: int) -> list[tuple[int, str]]:
         mine = {number: stretches[number] for number in range(rank, len(stretches), ranks)}
-        shared = planner.shared_bytes(list(mine.values()))
+        shared, batch = (of(list(mine.values())) for of in (planner.shared_bytes, planner.batch_bytes))
         peaks = []
         for share in planner.shares(list(mine.values())):
             levels = {
                 n: planner.levels(*stretch, dropped[n], share[stretch], [mine[each] for each in mine if each > n])
                 for n, stretch in mine.items()
             }
-            peaks.append(rank_peak(orders[rank], cut.schedule, levels, shared, messages_released=MESSAGES_ARE_RELEASED))
+            released = MESSAGES_ARE_RELEASED
+            peaks.append(rank_peak(orders[rank], cut.schedule, levels, shared, batch, messages_released=released))
         return peaks
 
     def of_rank_once(rank: int) -> list[tuple[int, str]]:

@@ -18,7 +18,7 @@ from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Recomputations, Timeline
 from memfit.values.stages import Recompute, Schedule
-from memfit.values.trace import Phase, Trace
+from memfit.values.trace import Category, Phase, Trace
 
 NUMBER_BYTES: Final = 4  # of a loss
 # What the host takes longer around the forward of a stage, or its backward, where a rank has several stages, in multiples of what lies between two
@@ -43,7 +43,8 @@ class StageLevels:
         gradient_bytes: from the first backward on.
         kept_bytes: of a micro-batch between its forward and its backward.
         forward_bytes, first_backward_bytes, backward_bytes: at the peak of each; the first backward's includes the gradients made in it, the others' none.
-        update_bytes: at the peak of clipping and the optimizer, gradients left out.
+        update_bytes: at the peak of clipping and the optimizer, gradients left out, and what the trace alone holds until then: the loss, and what that refers
+            to.
         received_gradient_bytes: of what backward gives for what was received.
         sent_bytes: of what forward sends; 0 for the last stage.
         made_bytes: of that, what forward has made; the rest it has received, and hands on from the buffer in which that lies. Where messages are released,
@@ -129,7 +130,7 @@ def stage_levels(
         int(forward.max(initial=0)),
         int((above - missing)[backward].max(initial=0)) + gradients - 2 * begins,
         int((above - made)[backward].max(initial=0)) - 2 * begins,
-        int((above - made)[pass_end + 1 :].max(initial=0)),
+        max(0, int((above - made)[pass_end + 1 :].max(initial=0)) - NUMBER_BYTES - _given_back(timeline)),
         received_gradient_bytes,
         sent_bytes,
         max(0, int(forward[forward_end]) - kept) if made_bytes is None else made_bytes,
@@ -159,6 +160,18 @@ def _gradients_made(timeline: Timeline, slot_of_event: Any, slots: int) -> Any:
         storage = timeline.trace.storages[s]
         made[int(slot_of_event[storage.birth]) : int(slot_of_event[timeline.last_end[s]]) + 1] += storage.bytes
     return made
+
+
+def _given_back(timeline: Timeline) -> int:
+    """Bytes that backward has made and that are there to the end of the trace, gradients of parameters left out: what it gives for what was received."""
+    trace, last = timeline.trace, len(timeline.trace.events) - 1
+    return sum(
+        storage.bytes
+        for number, storage in enumerate(trace.storages)
+        if storage.category is Category.TEMPORARY
+        and trace.forward_events <= storage.birth < trace.pass_events
+        and timeline.last_end[number] >= last
+    )
 
 
 def _kept(timeline: Timeline, expanded: Any, recomputations: Recomputations, slot: int) -> int:
@@ -237,6 +250,7 @@ def rank_peak(
     schedule: Schedule,
     stages: Mapping[int, StageLevels],
     shared_bytes: int = 0,
+    batch_bytes: int = 0,
     *,
     messages_released: bool = False,
 ) -> tuple[int, str]:
@@ -247,6 +261,7 @@ def rank_peak(
         schedule: of which that is.
         stages: of this rank, by number.
         shared_bytes: there throughout, that its stages together count too often (`StagePlanner.shared_bytes`).
+        batch_bytes: of what is there throughout, what ranks have sent each other of the batch: it goes before the update.
         messages_released: some time after they are sent, or when their micro-batch is through.
     """
     base = sum(levels.base_bytes for levels in stages.values()) - shared_bytes
@@ -271,7 +286,7 @@ def rank_peak(
         if here > peak:
             peak, phase = here, Phase.BACKWARD if action.backward else Phase.FORWARD
     after = base + sum(levels.gradient_bytes for levels in stages.values())
-    update = after + max(levels.update_bytes for levels in stages.values())
+    update = after - batch_bytes + max(levels.update_bytes for levels in stages.values())
     return (update, str(Phase.OPTIMIZER)) if update > peak else (peak, str(phase))
 
 

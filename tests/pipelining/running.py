@@ -22,7 +22,11 @@ from sharding import steps
 from sharding.ranks import on_ranks
 
 together = partial(on_ranks, limit=400.0)  # several plans in one start
-OPTIMIZERS: dict[str, Any] = {**steps.OPTIMIZERS, "one by one": partial(torch.optim.AdamW, fused=False, foreach=False)}
+OPTIMIZERS: dict[str, Any] = {
+    **steps.OPTIMIZERS,
+    "one by one": partial(torch.optim.AdamW, fused=False, foreach=False),
+    "at once": partial(torch.optim.AdamW, foreach=True),
+}
 SAMPLES = 32  # of all ranks
 
 

@@ -142,13 +142,26 @@ def test_a_tensor_that_every_rank_has_alike_is_there_once() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_gone_before_the_update_is_not_counted_at_it() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "schedules"),
+    [("one by one", ("1f1b", "gpipe")), ("at once", ("1f1b",))],
+)
+def test_what_is_gone_before_the_update_is_not_counted_at_it(optimizer: str, schedules: tuple[str, ...]) -> None:
     """The batch that ranks have put together, the loss, and the gradients of what the last stage has received."""
-    plans = [planned(running.few_rows, 2, f"{how}/2", "one by one") for how in ("1f1b", "gpipe")]
+    plans = [planned(running.few_rows, 2, f"{how}/2", optimizer) for how in schedules]
     assert all(plan.prediction.peak_phase == "optimizer" for plan in plans)
-    ran = running.together(2, running.run, [plan.to_json() for plan in plans], running.few_rows, "one by one")
+    ran = running.together(2, running.run, [plan.to_json() for plan in plans], running.few_rows, optimizer)
     for number, plan in enumerate(plans):
         assert running.as_predicted([of_rank[number].peak_bytes for of_rank in ran], plan)
+
+
+@pytest.mark.slow
+def test_an_optimizer_steps_the_stages_of_a_rank_together() -> None:
+    """What it takes for all parameters at once is that of all stages, but for some numbers."""
+    plan = planned(running.few_rows, 2, "interleaved/2", "at once")
+    assert plan.prediction.peak_phase == "optimizer"
+    ran = running.together(2, running.run, [plan.to_json()], running.few_rows, "at once")
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan, CLOSE)
 
 
 def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predicted() -> None:

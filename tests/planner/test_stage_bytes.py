@@ -32,6 +32,16 @@ def test_the_batch_that_ranks_have_put_together_is_gone_at_the_update() -> None:
     assert rank_peak(order, Schedule.ONE_FORWARD_ONE_BACKWARD, {0: levels}, batch_bytes=30) == (610, "optimizer")
 
 
+def test_an_optimizer_that_steps_all_parameters_at_once_does_so_over_the_stages_of_a_rank() -> None:
+    """What it takes meanwhile is there for all of them, and of one that steps one after the other for one stage at a time."""
+    one = StageLevels(100, 10, 7, 20, 35, 25, 500, 3, 5, 5)
+    order = rank_orders(Schedule.INTERLEAVED, 2, 4, 2)[0]
+    other = replace(one, update_bytes=300)
+    assert rank_peak(order, Schedule.INTERLEAVED, {0: one, 2: other}) == (2 * 110 + 500, "optimizer")
+    stages = {number: replace(each, updated_at_once=True) for number, each in ((0, one), (2, other))}
+    assert rank_peak(order, Schedule.INTERLEAVED, stages) == (2 * 110 + 500 + 300, "optimizer")
+
+
 # Of a first stage: of 7 bytes that it sends, the gradients of 10 that it received.
 SENDS = StageLevels(1000, 0, 100, 200, 0, 0, 0, 10, 20, 7)
 

@@ -52,6 +52,7 @@ class StageLevels:
         done_bytes: of a micro-batch that is through, to the end of the step: its loss, and what that refers to.
         arriving_bytes: of what is received for a micro-batch, where messages are released: it is in the other levels from forward or backward on, and may
             arrive before, while another micro-batch is computed with. 0 where there is memory for all of it throughout.
+        updated_at_once: the optimizer steps all parameters of a rank in each of its operations.
     """
 
     base_bytes: int
@@ -66,6 +67,7 @@ class StageLevels:
     made_bytes: int
     done_bytes: int = 0
     arriving_bytes: int = 0
+    updated_at_once: bool = False
 
     @property
     def pass_bytes(self) -> int:
@@ -135,6 +137,7 @@ def stage_levels(
         sent_bytes,
         max(0, int(forward[forward_end]) - kept) if made_bytes is None else made_bytes,
         0 if sent_bytes else NUMBER_BYTES,
+        updated_at_once=any(o.phase is Phase.OPTIMIZER and "_foreach_" in o.name for o in trace.operations),
     )
 
 
@@ -286,7 +289,9 @@ def rank_peak(
         if here > peak:
             peak, phase = here, Phase.BACKWARD if action.backward else Phase.FORWARD
     after = base + sum(levels.gradient_bytes for levels in stages.values())
-    update = after - batch_bytes + max(levels.update_bytes for levels in stages.values())
+    updates = [levels.update_bytes for levels in stages.values()]
+    at_once = any(levels.updated_at_once for levels in stages.values())
+    update = after - batch_bytes + (sum(updates) if at_once else max(updates))
     return (update, str(Phase.OPTIMIZER)) if update > peak else (peak, str(phase))
 
 

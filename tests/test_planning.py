@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import memfit
 import small
-from memfit.errors import CaptureError, InputError, PlanFileError
+from memfit.errors import CaptureError, InfeasibleError, InputError, PlanFileError
 from memfit.hardware.machine import Link, Machine
 from memfit.hardware.topology import PeerLink, Topology
 from memfit.planning import Planning, changed, planning_of
@@ -157,6 +159,18 @@ def test_the_smallest_budget_will_do_and_a_byte_less_does_not() -> None:
     with pytest.raises(memfit.InfeasibleError) as caught:
         memfit.replan(bundle, size - 1)
     assert caught.value.minimum_bytes == size
+
+
+def test_streamed_layers_hold_less_in_more_micro_batches_where_a_layer_holds_most() -> None:
+    """Their updates are among the events of all micro-batches: what is there beside them is no less for any batch."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)))
+    sample = torch.randn(2, 256, 8), torch.randn(2, 256, 8)
+    asked: dict[str, Any] = {"host_budget": "1MiB", "fixed": {"streamed": "."}}
+    made = memfit.plan(model, sample, small.squared_error, "1GiB", small.adamw, **asked)
+    least = memfit.smallest_budget(made)
+    assert memfit.replan(made, least).choices.micro_batches == 2
+    with pytest.raises(InfeasibleError):
+        memfit.replan(made, least - 1)
 
 
 def test_a_request_holds_budgets_as_given_and_in_bytes() -> None:

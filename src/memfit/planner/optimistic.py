@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import numpy as np
+
 from memfit.hardware.machine import Link
+from memfit.planner.columns import add_span
 from memfit.planner.head import head_of
 from memfit.planner.solver import Solver
 from memfit.planner.timeline import Timeline
@@ -69,10 +72,22 @@ def _streaming(trace: Trace, link: Link, layers: Sequence[StreamedLayer]) -> Str
 def least_bytes(solver: Solver) -> int:
     """Bytes that are held when the optimizer updates, whatever is recomputed or offloaded and however the batch is split."""
     trace = solver.trace
+    if not trace.pass_events:  # streamed layers: updates are among all micro-batches' events, beside what these hold
+        return _of_any_batch_bytes(solver)
     floor = solver.timeline.floor_with_offloading()[trace.pass_events :]
     if not len(floor):
         return trace.bytes_before_step
     return int(floor.max()) - _left_bytes(solver)
+
+
+def _of_any_batch_bytes(solver: Solver) -> int:
+    """The most that is there at one moment of what does not depend on the batch."""
+    timeline = solver.timeline
+    changes = np.zeros(timeline.events + 2, dtype=np.int64)
+    for number, storage in enumerate(solver.trace.storages):
+        if storage.category in _OF_ANY_BATCH:
+            add_span(changes, max(storage.birth, 0), timeline.last_end[number], storage.bytes)
+    return int(np.cumsum(changes).max())
 
 
 def floor_left(solver: Solver, bounds: Sequence[OptimisticBound]) -> int:

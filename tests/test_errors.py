@@ -80,6 +80,7 @@ def test_an_infeasible_budget_may_know_nothing_but_the_budget() -> None:
 
 
 def test_a_remedy_reads_as_text_bytes_and_seconds(infeasible: InfeasibleError) -> None:
-    text, saved_bytes, extra_seconds, kind, arguments = infeasible.remedies[0]
+    text, saved_bytes, extra_seconds, kind, arguments, settings = infeasible.remedies[0]
 
     assert (text, saved_bytes, extra_seconds, kind, arguments) == ('allow="bf16"', 2**31, -0.2, "", None)
+    assert settings == ()

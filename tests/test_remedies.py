@@ -220,20 +220,28 @@ def test_the_way_home_from_a_worker_keeps_all_of_it() -> None:
 
 def test_on_the_command_line_arguments_are_settings() -> None:
     arguments = {"allow": ["in_backward", "8bit"], "host_budget": "20MiB", "fixed": {"micro_batches": 2}}
-    error = InfeasibleError(
-        "too little",
-        budget_bytes=1,
-        remedies=(Remedy("a", 1, 0.0, "", arguments), Remedy("b", 1, 0.0, "budget", {"budget": "3MiB"})),
+    lora = ("lora.rank=8", 'lora.targets=["q", "0.v"]')
+    ways = (
+        Remedy("a", 1, 0.0, "", arguments),
+        Remedy("b", 1, 0.0, "budget", {"budget": "3MiB"}),
+        Remedy("c", 1, 0.0, "", {"host_budget": "1MiB"}, lora),
+        Remedy("d", 1, 0.0, "", {"host_budget": "1MiB"}, None),  # with a statement that no run file has
+        Remedy("e", 1, 0.0, "batch"),
     )
-    answer = failure(error)
-    assert answer.data["settings"] == [as_settings(arguments), "--budget 3MiB"]
-    assert answer.text.endswith(f"On the command line: {as_settings(arguments)}, or --budget 3MiB")
-    read: dict[str, Any] = {"fit": {}}
-    words = shlex.split(as_settings(arguments))
-    assert words[::2] == ["--set"] * 3
-    for setting in words[1::2]:
-        override(read, setting)
-    assert read["fit"] == arguments
+    answer = failure(InfeasibleError("too little", budget_bytes=1, remedies=ways))
+    told = answer.data["settings"]
+    assert told == [as_settings(ways[0]), "--budget 3MiB", as_settings(ways[2])]
+    assert answer.text.endswith(f"On the command line: {', or '.join(told)}")
+    for setting, number, keys in (
+        (told[0], 3, {"fit": arguments}),
+        (told[2], 3, {"fit": {"host_budget": "1MiB"}, "lora": {"rank": 8, "targets": ["q", "0.v"]}}),
+    ):
+        read: dict[str, Any] = {"fit": {}}
+        words = shlex.split(setting)
+        assert words[::2] == ["--set"] * number
+        for word in words[1::2]:
+            override(read, word)
+        assert read == keys
 
 
 class Stem(nn.Module):

@@ -19,7 +19,7 @@ exception that comes out of memfit is either the user's own, passed on unchanged
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -67,6 +67,7 @@ class Remedy(NamedTuple):
         extra_seconds: what it adds to a step of plain PyTorch; negative when it makes the step faster.
         kind: what it changes: "budget" (whose `saved_bytes` are bytes more), "micro_batches", "optimizer" or "batch"; "" for something else.
         arguments: of `memfit.plan` and `memfit.fit`, by name, in place of those given: the part of `text` that is an argument; None where there is none.
+        settings: of a run file, as `--set` takes them: what does there the rest of `text`; None where nothing does.
     """
 
     text: str
@@ -74,6 +75,7 @@ class Remedy(NamedTuple):
     extra_seconds: float
     kind: str = ""
     arguments: Mapping[str, Any] | None = None
+    settings: Sequence[str] | None = ()
 
     @classmethod
     def larger_budget(cls, budget: str, more_bytes: int, extra_seconds: float = 0.0, how: str = "") -> Self:

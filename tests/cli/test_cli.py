@@ -337,7 +337,15 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], a
     data = Ran(capsys, "plan", config, "--json").data
 
     assert (data["fits"], data["minimum_bytes"]) == (False, 9)
-    assert data["remedies"] == [{"text": "x=1", "saved_bytes": 2, "extra_seconds": 0.5, "kind": "", "arguments": None}]
+    (remedy,) = data["remedies"]
+    assert remedy == {
+        "text": "x=1",
+        "saved_bytes": 2,
+        "extra_seconds": 0.5,
+        "kind": "",
+        "arguments": None,
+        "settings": [],
+    }
 
 
 @pytest.mark.parametrize(

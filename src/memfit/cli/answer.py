@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from memfit.errors import InfeasibleError, InputError, PlanFileError, in_words
+from memfit.errors import InfeasibleError, InputError, PlanFileError, Remedy, in_words
 
 if TYPE_CHECKING:
     from memfit.train.config import Config
@@ -70,7 +70,7 @@ def failure(error: BaseException) -> Answer:
             "moment": error.moment,
             "module": error.module,
             "remedies": [remedy._asdict() for remedy in error.remedies],
-            "settings": [as_settings(remedy.arguments) for remedy in error.remedies if remedy.arguments],
+            "settings": [told for remedy in error.remedies if (told := as_settings(remedy))],
         }
         text = _in_lines(error, text)
         if data["settings"]:
@@ -91,10 +91,12 @@ def _in_lines(error: InfeasibleError, text: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def as_settings(arguments: Mapping[str, Any]) -> str:
-    """Arguments of `memfit.plan` as options of a verb that reads a configuration."""
-    options = []
-    for name, value in arguments.items():
+def as_settings(remedy: Remedy) -> str:
+    """A way out as options of a verb that reads a configuration; "" where they can say only a part of it, or nothing."""
+    if remedy.settings is None:
+        return ""
+    options = [f"--set {shlex.quote(setting)}" for setting in remedy.settings]
+    for name, value in (remedy.arguments or {}).items():
         told = value if isinstance(value, str) else json.dumps(value)
         options.append(f"--budget {told}" if name == "budget" else f"--set {shlex.quote(f'fit.{name}={told}')}")
     return " ".join(options)

@@ -36,6 +36,7 @@ OFFLOADING: Final = "offloading"
 DIVIDING: Final = "micro-batches"
 LORA_RANK: Final = 8
 SGD: Final = "optimizer=functools.partial(torch.optim.SGD, lr=0.01)"
+SGD_KEYS: Final = ('optim={"name": "sgd", "lr": 0.01}',)  # the same in a run file
 
 
 class Effect(IntEnum):
@@ -92,6 +93,7 @@ class Change:
         source: makes what the steps are captured from.
         inside: is entered around everything that is captured; takes the user's model.
         statement: what to write besides arguments of `memfit.plan`; "" for nothing.
+        keys: of a run file, as `--set` takes them, that do what the statement does; None where none does.
         shares: of parameters, gradients and state, the least that may be left of them.
         apart: names of changes that it cannot be combined with.
         kind: of the remedy.
@@ -104,6 +106,7 @@ class Change:
     source: Callable[[TraceSource], TraceSource] | None = None
     inside: Callable[[nn.Module], AbstractContextManager[object]] = _nothing
     statement: str = ""
+    keys: tuple[str, ...] | None = ()
     shares: tuple[float, float, float] = (1.0, 1.0, 1.0)
     apart: tuple[str, ...] = ()
     kind: str = ""
@@ -226,6 +229,7 @@ def _switches(source: TraceSource) -> Iterator[Change]:
             source=replace,
             inside=_without_cache,
             statement="model.config.use_cache = False",
+            keys=None,
         )
 
 
@@ -338,11 +342,14 @@ def _adapters(source: TraceSource, request: Request) -> Iterator[Change]:
         return
     targets = adapter_targets(source.model)
     said = json.dumps(targets)
+    # Of a classifier PEFT trains the head besides, by these names, where a run file says that it is one.
+    trains_head = any(name in {"classifier", "score"} for name, _ in source.model.named_children())
     yield Change(
         "adapters",
         Effect.LESS_IS_TRAINED,
         source=partial(_with_adapters, targets=targets),
         statement=f"model = peft.get_peft_model(model, peft.LoraConfig(r={LORA_RANK}, target_modules={said}))",
+        keys=None if trains_head else (f"lora.rank={LORA_RANK}", f"lora.targets={said}"),
         shares=(1.0, 0.0, 0.0),
         apart=("freeze",),
     )

@@ -24,6 +24,7 @@ from memfit.remedies.changes import (
     DIVIDING,
     OFFLOADING,
     SGD,
+    SGD_KEYS,
     Change,
     Effect,
     Held,
@@ -313,6 +314,7 @@ class _Search:
             self._seconds(way.found) - self.plain_seconds,
             kind,
             given,
+            _together(change.keys for change in way.changes),
         )
 
     def _seconds(self, found: Found) -> float:
@@ -328,12 +330,12 @@ class _Search:
         """An optimizer without state, a smaller batch: other runs than the user's, told last."""
         made: list[Remedy] = []
         if self.held.state and self.held.times(1.0, 1.0, 0.0).bytes <= self.budget_bytes:
-            made += self._elsewhere(SGD, with_another_optimizer(self.source), "optimizer")
+            made += self._elsewhere(SGD, with_another_optimizer(self.source), "optimizer", SGD_KEYS)
         samples = self.source.samples // 2
         tries = self.held.bytes <= self.budget_bytes and self.source.loader_batches == 1 and self._needs_whole_batch()
         while tries and samples >= 1 and not any(remedy.kind == "batch" for remedy in made):
             text = f"a batch of {samples} instead of {self.source.samples} samples"
-            made += self._elsewhere(text, with_samples(self.source, samples), "batch")
+            made += self._elsewhere(text, with_samples(self.source, samples), "batch", (f"fit.global_batch={samples}",))
             samples //= 2
         return made
 
@@ -341,7 +343,7 @@ class _Search:
         """Whether the batch is not divided anyway: where it is, a smaller one saves nothing."""
         return self.number < self.source.samples
 
-    def _elsewhere(self, text: str, source: TraceSource, kind: str) -> list[Remedy]:
+    def _elsewhere(self, text: str, source: TraceSource, kind: str, settings: tuple[str, ...]) -> list[Remedy]:
         request = self.request
         try:
             bundle = offered_bundle(source, request)
@@ -352,7 +354,7 @@ class _Search:
             return []
         if size > self.budget_bytes:
             return []
-        return [Remedy(text, self.size - size, found.seconds - self.plain_seconds, kind)]
+        return [Remedy(text, self.size - size, found.seconds - self.plain_seconds, kind, settings=settings)]
 
 
 def _least_of(
@@ -368,6 +370,16 @@ def _least_of(
         return (held, None) if held > budget_bytes else alone.smallest()
     except (MemfitError, RuntimeError):  # torch itself refuses some steps in 16 bits
         return None
+
+
+def _together(keys: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
+    """Keys of a run file that several changes need; None where one of them has none."""
+    made: tuple[str, ...] = ()
+    for each in keys:
+        if each is None:
+            return None
+        made += each
+    return made
 
 
 def _uses(candidate: Choices, change: Change) -> bool:

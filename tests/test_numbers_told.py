@@ -292,13 +292,14 @@ def test_every_number_of_the_error_is_a_field_of_it() -> None:
         f"set in {phase} by {error.module or 'an operation outside any module'} ({operation})"
     )
     for remedy in error.remedies:
-        more = "more" if remedy.kind == "budget" else "less"
+        size = format_bytes(remedy.saved_bytes)
+        size = f"{size} more" if remedy.kind == "budget" else f"at least {size} less"
         way, bound = ("slower", "at most ") if remedy.extra_seconds >= 0 else ("faster", "at least ")
         bound = "" if remedy.kind == "budget" else bound
         seconds = (
             f"{bound}{format_seconds(abs(remedy.extra_seconds))} a step {way}" if remedy.extra_seconds else "no slower"
         )
-        cost = f"{format_bytes(abs(remedy.saved_bytes))} {more}, {seconds}"
+        cost = f"{size}, {seconds}"
         assert f"{remedy.text} ({cost})" in rest
     assert rest.endswith("Weighed: " + "; ".join(error.weighed))
     (budget,) = (remedy for remedy in error.remedies if remedy.kind == "budget")

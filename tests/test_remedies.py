@@ -20,6 +20,7 @@ from memfit import api, batches
 from memfit.capture.trace_source import TraceSource
 from memfit.cli.answer import as_settings, failure
 from memfit.errors import InfeasibleError, Remedy
+from memfit.planner.infeasible import with_remedies
 from memfit.remedies import search
 from memfit.remedies.changes import Held, adapter_targets, below_the_last_block
 from memfit.techniques.registry import ALLOWED
@@ -216,6 +217,14 @@ def test_the_way_home_from_a_worker_keeps_all_of_it() -> None:
     error = refused(int(3.2 * parameter_bytes()))
     again = pickle.loads(pickle.dumps(error))  # noqa: S301 - written here
     assert (str(again), again.remedies, again.weighed) == (str(error), error.remedies, error.weighed)
+
+
+def test_bytes_and_seconds_of_all_but_a_larger_budget_are_bounds() -> None:
+    refusal = InfeasibleError("", budget_bytes=1 << 20, minimum_bytes=2 << 20, moment="forward: aten.mm.default")
+    ways = (Remedy('budget="2MiB"', 1 << 20, 0.5, "budget"), Remedy('allow=["8bit"]', 3 << 18, -0.5))
+    told = str(with_remedies(refusal, ways))
+    assert 'budget="2MiB" (1.00 MiB more, 500 ms a step slower)' in told
+    assert 'allow=["8bit"] (at least 768 KiB less, at least 500 ms a step faster)' in told
 
 
 def test_on_the_command_line_arguments_are_settings() -> None:

@@ -63,7 +63,7 @@ class Remedy(NamedTuple):
 
     Attributes:
         text: what to do, as the user would write it: 'allow=["bf16"]', or a statement before the call.
-        saved_bytes: by how much it lowers the smallest budget that would do.
+        saved_bytes: by how much at least it lowers the smallest budget that would do.
         extra_seconds: what it adds to a step of plain PyTorch; negative when it makes the step faster.
         kind: what it changes: "budget" (whose `saved_bytes` are bytes more), "micro_batches", "optimizer" or "batch"; "" for something else.
         arguments: of `memfit.plan` and `memfit.fit`, by name, in place of those given: the part of `text` that is an argument; None where there is none.

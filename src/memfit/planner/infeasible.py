@@ -120,12 +120,13 @@ def _error(
 
 
 def _cost(remedy: Remedy) -> str:
-    """Bytes and seconds of a way out, each with its direction. Under other arguments than a budget there may be a faster plan than the one found."""
-    more = remedy.kind == "budget" or remedy.saved_bytes < 0
+    """Bytes and seconds of a way out, each with its direction. Under other arguments than a budget there may be smaller and faster plans than those met."""
+    exact = remedy.kind == "budget"
     slower = remedy.extra_seconds >= 0
-    bounded = "" if remedy.kind == "budget" else "at most " if slower else "at least "
+    bounded = "" if exact else "at most " if slower else "at least "
     seconds = f"{bounded}{format_seconds(abs(remedy.extra_seconds))} a step {'slower' if slower else 'faster'}"
-    return f"{format_bytes(abs(remedy.saved_bytes))} {'more' if more else 'less'}, {seconds if remedy.extra_seconds else 'no slower'}"
+    size = f"{format_bytes(remedy.saved_bytes)} more" if exact else f"at least {format_bytes(remedy.saved_bytes)} less"
+    return f"{size}, {seconds if remedy.extra_seconds else 'no slower'}"
 
 
 def _remedies(solvers: Solvers, budget_bytes: int, size: int, found: Found) -> tuple[Remedy, ...]:

@@ -21,7 +21,7 @@ from memfit.capture.trace_source import TraceSource
 from memfit.cli.answer import as_settings, failure
 from memfit.errors import InfeasibleError, Remedy
 from memfit.planner.infeasible import with_remedies
-from memfit.remedies import search
+from memfit.remedies import changes, search
 from memfit.remedies.changes import Held, adapter_targets, below_the_last_block
 from memfit.techniques.registry import ALLOWED
 from memfit.train.config import override
@@ -281,6 +281,57 @@ def test_many_blocks_are_frozen_by_few_patterns(blocks: int) -> None:
 
 def test_adapters_go_beside_the_linear_layers_of_the_blocks() -> None:
     assert adapter_targets(build()[0]) == ["mlp.0", "mlp.2", "out", "qkv"]
+    rows = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(3)))
+    assert adapter_targets(rows) == ["0.0", "1.0", "2.0"]  # "0" is a block's name, too
+    assert adapter_targets(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))) == ["0", "1", "2"]
+    convolutions = nn.Sequential(*(nn.Sequential(nn.Conv1d(2, 2, 1), nn.GELU()) for _ in range(3)))
+    assert adapter_targets(convolutions) == []
+
+
+def test_adapters_go_beside_the_linear_layers_of_gpt2() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2Model(transformers.GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=2, n_head=1))
+    assert adapter_targets(model) == ["c_attn", "c_fc", "c_proj"]
+
+
+def test_a_change_that_the_model_cannot_have_stands_in_the_way_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused_by_peft(*_: Any, **__: Any) -> Any:
+        raise ValueError("no such layer")
+
+    def only_combined(_: Any, combined: Any, *__: Any) -> Any:
+        return search._Tried(tuple(combined), 1, None, None) if len(combined) > 1 else None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(changes, "_with_adapters", refused_by_peft)
+    monkeypatch.setattr(search._Search, "_smallest", only_combined)
+    monkeypatch.setattr(search._Search, "_leaner", lambda _, found: found)
+    told = ", ".join
+    monkeypatch.setattr(search._Search, "_remedy", lambda _, way: Remedy(told(c.name for c in way.changes), 1, 0.0))
+    model = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))  # no blocks to freeze
+    sample = torch.randn(1, 8), torch.randn(1, 8)
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(model, sample, small.squared_error, "40KiB", small.adamw)
+    assert caught.value.remedies[1].text == "offloading, in_backward"
+
+
+def test_what_lies_beside_the_model_leaves_no_room_that_a_change_could_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Any] = []
+    known = TraceSource.captured
+
+    def noted(self: TraceSource, choices: Any) -> Any:
+        captured.append(choices)
+        return known(self, choices)
+
+    monkeypatch.setattr(TraceSource, "captured", noted)
+    model, sample, loss_fn = build()
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(model, sample, loss_fn, 1 << 10, small.adamw, device="rtx4090")
+    beside = caught.value.beside_bytes
+    assert beside > 1 << 20  # workspaces of CUDA's libraries
+    captured.clear()
+    with pytest.raises(InfeasibleError) as caught:
+        memfit.plan(model, sample, loss_fn, beside, small.adamw, device="rtx4090")
+    assert [remedy.kind for remedy in caught.value.remedies] == ["budget"]
+    assert not any(name in {"precision", "parameters", "state_format"} for way in captured for name in way.used)
 
 
 def test_where_the_update_alone_is_too_much_no_more_micro_batches_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:

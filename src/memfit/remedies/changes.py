@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -335,12 +336,11 @@ class _Adapted(TraceSource):
 
 def _adapters(source: TraceSource, request: Request) -> Iterator[Change]:
     """Low-rank adapters beside frozen weights, made by PEFT. Sources: Hu et al. 2021, arXiv:2106.09685."""
-    linear = any(isinstance(module, nn.Linear) for module in source.model.modules())
+    targets = adapter_targets(source.model)
     adapted = hasattr(source.model, "peft_config")
     on_gpu = source.here.type != "cpu"  # a copy without weights is captured as one on the CPU
-    if find_spec("peft") is None or adapted or request.freeze or not linear or on_gpu or source.optimizer is None:
+    if find_spec("peft") is None or adapted or request.freeze or not targets or on_gpu or source.optimizer is None:
         return
-    targets = adapter_targets(source.model)
     said = json.dumps(targets)
     # Of a classifier PEFT trains the head besides, by these names, where a run file says that it is one.
     trains_head = any(name in {"classifier", "score"} for name, _ in source.model.named_children())
@@ -356,17 +356,29 @@ def _adapters(source: TraceSource, request: Request) -> Iterator[Change]:
 
 
 def adapter_targets(model: nn.Module) -> list[str]:
-    """Names of the linear layers in the model's largest repeated blocks; of all of them where there are none."""
+    """Names of the linear layers in the model's largest repeated blocks, Transformers' `Conv1D` among them; of all of them where there are none."""
     found = repeated_blocks(model)
-    roots = [model.get_submodule(path) for path in found[0].paths] if found else [model]
-    linear = {path for root in roots for path, module in root.named_modules() if isinstance(module, nn.Linear) and path}
-    return sorted({_own_name(path) for path in linear})
+    roots = found[0].paths if found else ("",)
+    # Only a model that is made of it has imported it.
+    others = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
+    return sorted(
+        {
+            _own_name(root, path)
+            for root in roots
+            for path, module in model.get_submodule(root).named_modules()
+            if isinstance(module, (nn.Linear, others)) and (path or root)
+        }
+    )
 
 
-def _own_name(path: str) -> str:
-    """The end of a path as PEFT matches it: with its parent where it is a mere number, as blocks have such names too."""
+def _own_name(root: str, path: str) -> str:
+    """The end of a path in a block as PEFT matches it: with its parent where it is a mere number, as blocks have such names too, and as a whole without one."""
     parent, _, name = path.rpartition(".")
-    return f"{parent.rpartition('.')[2]}.{name}" if name.isdigit() and parent else name
+    if name and not name.isdigit():
+        return name
+    if parent:
+        return f"{parent.rpartition('.')[2]}.{name}"
+    return ".".join(filter(None, (root, path)))
 
 
 def _peft() -> Any:

@@ -88,7 +88,10 @@ def with_ways_out(
     larger = tuple(remedy for remedy in error.remedies if remedy.kind == "budget")
     divided = tuple(remedy for remedy in error.remedies if remedy.kind != "budget")
     search = _Search(
-        planning, source, request, error.budget_bytes, own_model=own_model, allows=allows, found=len(divided)
+        *(planning, source, request, error.budget_bytes, error.beside_bytes),
+        own_model=own_model,
+        allows=allows,
+        found=len(divided),
     )
     try:
         ways = search.run()
@@ -105,11 +108,13 @@ class _Search:
     source: TraceSource
     request: Request
     budget_bytes: int
+    beside_bytes: int = 0  # of the budget, for what no change makes smaller
     own_model: bool = True
     allows: bool = True
     found: int = 0  # ways out that the planner knows
     nothing_else: str = field(default="", init=False)
     _left_out: bool = field(default=False, init=False)  # something was not tried
+    _impossible: set[str] = field(default_factory=set, init=False)  # changes that this model cannot have
     _sources: dict[tuple[str, ...], TraceSource] = field(default_factory=dict, init=False)
     _solved: dict[Any, tuple[int, Found | None] | None] = field(default_factory=dict, init=False)
 
@@ -142,12 +147,13 @@ class _Search:
             if len(ways) + self.found >= MOST_WAYS:
                 break
         if not ways and not self.found:
-            combination = self._combination(possible)
+            combination = self._combination(self._can_be_had(possible))
             ways = [] if combination is None else [combination]
         told = [(max(change.effect for change in way.changes), self._remedy(way)) for way in ways]
         left = MOST_WAYS - len(told) - self.found
         if self.own_model and left > 0:
             told += [(Effect.ANOTHER_TRAINING, remedy) for remedy in self._other_training()[:left]]
+        possible = self._can_be_had(possible)
         if not told and not self.found and possible:
             tried = " that were tried" if self._left_out else ""
             self.nothing_else = (
@@ -171,11 +177,16 @@ class _Search:
             )
         ]
 
+    @property
+    def room(self) -> int:
+        """Bytes of the budget for the model and its step."""
+        return self.budget_bytes - self.beside_bytes
+
     # -- trying ---------------------------------------------------------------------------------------------------------------
 
     def _tried(self, combined: Sequence[Change]) -> _Tried | None:
         """The smallest plan with these changes, the first that fits; None where they cannot be had or must take more than the budget."""
-        if self._least(combined) > self.budget_bytes:
+        if self._least(combined) > self.room:
             return None
         request = self.request
         for change in combined:
@@ -208,7 +219,7 @@ class _Search:
             candidates = [c for c in candidates if c not in known]  # those are solved already, and too large
         # A loss head in other chunks than the smallest plan's is left out: each would be one more capture, and of many operations.
         candidates = [c for c in candidates if c.loss_chunks == self.chunks]
-        candidates = [c for c in candidates if self._left(c, combined).bytes <= self.budget_bytes]
+        candidates = [c for c in candidates if self._left(c, combined).bytes <= self.room]
         candidates.sort(key=lambda c: (bool(c.streamed), self._left(c, combined).bytes, len(c.techniques)))
         best: _Tried | None = None
         planning = Planning(bundle, source)
@@ -249,7 +260,11 @@ class _Search:
             source = self.source
             for change in makers:
                 assert change.source is not None
-                source = change.source(source)
+                try:
+                    source = change.source(source)
+                except Exception:
+                    self._impossible.add(change.name)
+                    raise
             self._sources[names] = source
         return self._sources[names]
 
@@ -258,7 +273,7 @@ class _Search:
         held = self.held.under([change.shares for change in combined])
         # Of what a step works on at the smallest peak, 16 bits leave half, and backward through a part of the model perhaps half again.
         part = 0.25 if any(change.effect == Effect.LESS_IS_TRAINED for change in combined) else 0.5
-        working = part * max(0.0, self.size - self.held.bytes)
+        working = part * max(0.0, self.size - self.beside_bytes - self.held.bytes)
         if any(change.name == OFFLOADING for change in combined):
             return min(max(held.parameters + held.gradients, held.parameters + working), self.resident_bytes + working)
         return max(held.bytes, held.parameters + held.state + working)
@@ -279,7 +294,9 @@ class _Search:
         still does, those that change most first. Where everything there is does not do, nothing is tried of less: each try is a capture.
         """
         if not any(self._fits(together) for together in _compatible(possible)):
-            return None
+            left = self._can_be_had(possible)
+            return self._combination(left) if len(left) < len(possible) else None
+        possible = self._can_be_had(possible)
         for effect in Effect:
             some = [change for change in possible if change.effect <= effect]
             if len(some) < 2 or not any(change.effect == effect for change in some):
@@ -289,6 +306,9 @@ class _Search:
                 if found is not None:
                     return self._leaner(found)
         return None
+
+    def _can_be_had(self, some: Sequence[Change]) -> list[Change]:
+        return [change for change in some if change.name not in self._impossible]
 
     def _fits(self, combined: Sequence[Change]) -> _Tried | None:
         """The plan with these changes, where it fits."""
@@ -329,10 +349,10 @@ class _Search:
     def _other_training(self) -> list[Remedy]:
         """An optimizer without state, a smaller batch: other runs than the user's, told last."""
         made: list[Remedy] = []
-        if self.held.state and self.held.times(1.0, 1.0, 0.0).bytes <= self.budget_bytes:
+        if self.held.state and self.held.times(1.0, 1.0, 0.0).bytes <= self.room:
             made += self._elsewhere(SGD, with_another_optimizer(self.source), "optimizer", SGD_KEYS)
         samples = self.source.samples // 2
-        tries = self.held.bytes <= self.budget_bytes and self.source.loader_batches == 1 and self._needs_whole_batch()
+        tries = self.held.bytes <= self.room and self.source.loader_batches == 1 and self._needs_whole_batch()
         while tries and samples >= 1 and not any(remedy.kind == "batch" for remedy in made):
             text = f"a batch of {samples} instead of {self.source.samples} samples"
             made += self._elsewhere(text, with_samples(self.source, samples), "batch", (f"fit.global_batch={samples}",))

@@ -203,6 +203,7 @@ def told(sentence: str, plan: Plan) -> bool:
 
 def weights_in_words(weights: str) -> str:
     kind, _, name = weights.partition(":")
+    name = f"batch[{name}]" if name.isdigit() else name
     words = {
         "next_tokens": f"entries of {name}, from the second column on, that are not -100",
         "tokens": f"entries of {name} that are not -100",

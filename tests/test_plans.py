@@ -353,6 +353,8 @@ def test_an_explanation_of_parts_promises_no_equal_bits() -> None:
     assert "bit for bit" not in text
     assert "up to the order of additions" in text
     assert "Micro-batches: 4, losses weighted by entries of labels that are not -100." in text
+    text = plan(choices=Choices(4, 2, "tokens:1")).explain()
+    assert "Micro-batches: 4, losses weighted by entries of batch[1] that are not -100." in text
 
 
 def test_the_gap_is_a_part_of_the_step_and_never_negative() -> None:

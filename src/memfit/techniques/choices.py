@@ -63,6 +63,8 @@ class Choices:
     def weights_in_words(self) -> str:
         """What the losses of micro-batches are weighted by, for people: "samples", "entries of labels that are not -100"."""
         kind, _, name = self.weights.partition(":")
+        if name.isdigit():  # of a batch that is a tuple
+            name = f"batch[{name}]"
         return {
             "sum": "nothing, as the loss is a sum",
             "tokens": f"entries of {name} that are not -100",

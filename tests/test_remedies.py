@@ -25,6 +25,7 @@ from memfit.remedies import changes, search
 from memfit.remedies.changes import Held, adapter_targets, below_the_last_block
 from memfit.techniques.registry import ALLOWED
 from memfit.train.config import override
+from memfit.values.request import Request
 from models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -311,6 +312,19 @@ def test_a_change_that_the_model_cannot_have_stands_in_the_way_of_no_other(monke
     with pytest.raises(InfeasibleError) as caught:
         memfit.plan(model, sample, small.squared_error, "40KiB", small.adamw)
     assert caught.value.remedies[1].text == "offloading, in_backward"
+
+
+def test_a_statement_alone_has_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search._Search, "_seconds", lambda *_: 1.0)
+    asked = Request()
+    looking = search._Search(None, None, asked, 1)  # type: ignore[arg-type]
+    looking.size, looking.plain_seconds = 3, 0.5
+    switch = changes.Change(
+        "switch", changes.Effect.SAME_NUMBERS, statement="model.config.use_cache = False", keys=None
+    )
+    told = looking._remedy(search._Tried((switch,), 1, None, asked))  # type: ignore[arg-type]
+    assert told == Remedy(switch.statement, 2, 0.5, "", None, None)
+    assert not as_settings(told)
 
 
 def test_what_lies_beside_the_model_leaves_no_room_that_a_change_could_make(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,7 +333,7 @@ class _Search:
             self.size - way.size,
             self._seconds(way.found) - self.plain_seconds,
             kind,
-            given,
+            given or None,
             _together(change.keys for change in way.changes),
         )
 

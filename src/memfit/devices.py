@@ -166,9 +166,10 @@ def plan_sharded(
         if worth_telling(beside, least.minimum_bytes or 1 << 62):
             turned_down.append(f"of what each device needs, {format_bytes(beside)} are {BESIDE}")
         remedies = least.remedies or _larger_budget(least, topology)
+        larger = "".join(f"Ways out: {each.text}. " for each in remedies if each.kind == "budget")
         raise InfeasibleError(
-            f"no way of sharing the step out among {ranks} devices fits: {'; '.join(turned_down)}. Ways out: "
-            f"{''.join(f'{each.text}; ' for each in remedies if each.kind == 'budget')}more devices; a smaller batch for each; more in allow=",
+            f"no way of sharing the step out among {ranks} devices fits: {'; '.join(turned_down)}. {larger}Not tried: more devices, a smaller batch for each, "
+            "words of allow=",
             budget_bytes=least.budget_bytes,
             minimum_bytes=least.minimum_bytes,
             moment=least.moment,

@@ -127,6 +127,10 @@ def test_nothing_fits_names_the_smallest_of_all_ways() -> None:
     with pytest.raises(memfit.InfeasibleError, match="no way of sharing the step out among 2 devices fits: ") as error:
         planned(2, 20000)
     assert error.value.minimum_bytes is not None
+    (larger,) = error.value.remedies
+    assert str(error.value).endswith(
+        f". Ways out: {larger.text}. Not tried: more devices, a smaller batch for each, words of allow="
+    )
     assert planned(2, error.value.minimum_bytes).prediction.peak_bytes <= error.value.minimum_bytes
 
 

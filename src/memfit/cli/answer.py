@@ -86,7 +86,7 @@ def _in_lines(error: InfeasibleError, text: str) -> str:
     for remedy in error.remedies:
         text = text.replace(f"; {remedy.text} (", f"\n{ITEM}{remedy.text} (")
     text = text.replace(". Ways out: ", f".\nWays out:\n{ITEM}")
-    for heading in ("Nothing ", "Weighed:"):
+    for heading in ("Nothing ", "Not tried:", "Weighed:"):
         text = text.replace(f". {heading}", f".\n{heading}")
     return "\n".join(line.rstrip() for line in text.splitlines())
 

@@ -228,6 +228,14 @@ def test_bytes_and_seconds_of_all_but_a_larger_budget_are_bounds() -> None:
     assert 'allow=["8bit"] (at least 768 KiB less, at least 500 ms a step faster)' in told
 
 
+def test_a_budget_that_lacks_few_bytes_is_told_in_bytes() -> None:
+    refusal = InfeasibleError("", budget_bytes=1_017_659, minimum_bytes=1_017_660, moment="forward: aten.mm.default")
+    told = str(with_remedies(refusal, ()))
+    assert told.startswith(
+        "994 KiB (1017659 bytes) is too little: the smallest plan found needs 994 KiB (1017660 bytes), "
+    )
+
+
 def test_on_the_command_line_arguments_are_settings() -> None:
     arguments = {"allow": ["in_backward", "8bit"], "host_budget": "20MiB", "fixed": {"micro_batches": 2}}
     lora = ("lora.rank=8", 'lora.targets=["q", "0.v"]')

@@ -104,10 +104,13 @@ def _error(
     """With its message: what is needed and where, the ways out, what was weighed."""
     phase, module, operation = peak
     beside = f", {format_bytes(beside_bytes)} of it {BESIDE}" if worth_telling(beside_bytes, size) else ""
+    asked = format_bytes(budget_bytes)
+    if asked == format_bytes(size):  # rounded, the two would look alike
+        asked += f" ({budget_bytes} bytes)"
     ways_out = "; ".join(f"{r.text} ({_cost(r)})" for r in remedies)
     others = (f". {nothing_else}" if nothing_else else "") + (f". Weighed: {'; '.join(weighed)}" if weighed else "")
     return InfeasibleError(
-        f"{format_bytes(budget_bytes)} is too little: the smallest plan found needs {format_bytes(size)} ({size} bytes){beside}, set in {phase} by "
+        f"{asked} is too little: the smallest plan found needs {format_bytes(size)} ({size} bytes){beside}, set in {phase} by "
         f"{module or 'an operation outside any module'} ({operation}). Ways out: {ways_out}{others}",
         budget_bytes=budget_bytes,
         minimum_bytes=size,

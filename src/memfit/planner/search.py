@@ -160,7 +160,7 @@ def _weigh_one(
             # The second number may need more than the first, since gradients then are there from the start; from there on less of the batch is never more.
             if len(needs) > 2 and this >= fewer:
                 break
-            if number < most and _as_dividing_goes_on(needs, most) > capacity:
+            if number < most and not candidate.streamed and _as_dividing_goes_on(needs, most) > capacity:
                 last = _needed_in(solvers, candidate, most, budget_bytes)
                 if last > capacity:
                     needs[most] = last

@@ -1,11 +1,12 @@
 """The smallest budget in which a step can run, over all candidates and numbers of micro-batches.
 
 From two on, more micro-batches never need more (with two, gradients are there from the start). So the largest number is looked at first, and smaller ones to
-find the fewest that need as little.
+find the fewest that need as little. With streamed layers it is not so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -82,6 +83,8 @@ def _in_some_numbers(
             return [], False
         if not numbers or own[0].at_update or solvers.weights()[0] is None:
             return own, True
+    if candidate.streamed:
+        return _as_long_as_it_falls(solvers, candidate, numbers, own)
     all_tried = True
     few: _Smallest | None = None  # of the fewest that need no more than the largest number, so far
     most = len(numbers)  # of these numbers, its place
@@ -108,6 +111,20 @@ def _in_some_numbers(
             least = tried + 1
         tried = (least + most) // 2
     return own, all_tried
+
+
+def _as_long_as_it_falls(
+    solvers: Solvers, candidate: Choices, numbers: Sequence[int], own: list[_Smallest]
+) -> tuple[list[_Smallest], bool]:
+    """As `_in_some_numbers`, of streamed layers, which run through all micro-batches layer by layer and may need more in more of them."""
+    for number in numbers:
+        try:
+            own.append(_smallest_in(solvers, candidate, number))
+        except RefusedError:
+            return own, False
+        if own[-1].at_update or (len(own) > 1 and own[-1].bytes >= own[-2].bytes):
+            break
+    return own, True
 
 
 def _smallest_in(solvers: Solvers, candidate: Choices, number: int) -> _Smallest:

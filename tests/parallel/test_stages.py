@@ -182,6 +182,51 @@ def test_what_of_the_batch_reaches_a_part_in_other_ways_is_found(how: str) -> No
     }
 
 
+class Cache:
+    """What every layer reads, in an object: as prefix tuning hands keys and values of its prompt to all layers."""
+
+    def __init__(self, prompt: Tensor) -> None:
+        self.prompt = prompt
+
+
+class CachedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        y: Tensor = torch.tanh(self.linear(x) + cache.prompt)
+        return y
+
+
+class Prompted(nn.Module):
+    """A prompt that is made in a part of its own, and read by all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(CachedLayer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache(self.prompt(torch.ones(1, 8)))
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x.square().mean()
+
+
+def test_what_an_object_hands_to_parts_crosses_as_what_their_arguments_do() -> None:
+    torch.manual_seed(0)
+    model, batch = Prompted(), torch.randn(4, 8)
+    calls = find_part_calls(model, batch, None, ["prompt", *(f"layers.{number}" for number in range(3))])
+    assert calls.crossing(3) == ((0, 0), (2, 0))
+    model(batch).backward()
+    whole = _gradients(model)
+    model.zero_grad()
+    assert _by_stages(model, batch, None, calls, (1, 3, 4)) == model(batch).item()
+    for name, gradient in _gradients(model).items():  # the prompt's is summed over the layers in another order
+        torch.testing.assert_close(gradient, whole[name], rtol=0, atol=1e-7)
+
+
 def test_a_parameter_outside_of_modules_is_where_it_is_read() -> None:
     model, batch, loss_fn, _ = built("decoder")
     calls = _found(model, batch, loss_fn)

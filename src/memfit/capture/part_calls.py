@@ -185,8 +185,8 @@ class _Look(Marks):
             return run_recorded(func, list(dispatch.tensors_in((args, kwargs))), args, kwargs)
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any, read: _Marks) -> None:
-        if self._inside:  # what a part reads of the batch may be among its attributes, and no argument
-            self._needs[-1] |= {mark for mark in read if isinstance(mark, BatchLeaf)}
+        if self._inside:  # what a part reads may be among its attributes, or in an object that it is given (a cache)
+            self._needs[-1] |= {mark for mark in read if not isinstance(mark, str)}
             return
         self._read |= {mark for mark in read if isinstance(mark, str)}
         super().ran(func, args, kwargs, result, read)

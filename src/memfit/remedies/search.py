@@ -88,7 +88,11 @@ def with_ways_out(
     larger = tuple(remedy for remedy in error.remedies if remedy.kind == "budget")
     divided = tuple(remedy for remedy in error.remedies if remedy.kind != "budget")
     search = _Search(
-        *(planning, source, request, error.budget_bytes, error.beside_bytes),
+        planning,
+        source,
+        request,
+        error.budget_bytes,
+        error.beside_bytes,
         own_model=own_model,
         allows=allows,
         found=len(divided),

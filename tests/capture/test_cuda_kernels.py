@@ -15,7 +15,7 @@ import models
 import small
 from memfit import dispatch
 from memfit.capture.capture import capture
-from memfit.capture.cuda.attention import Call, Kernel, chosen
+from memfit.capture.cuda.attention import DROPOUT_IN_SIXTEENTHS, Call, Kernel, chosen
 from memfit.capture.cuda.kernels import ASSUMED
 from memfit.capture.cuda.recurrent import RESERVED_VALUES, reserve_bytes
 from memfit.capture.cuda.workspaces import HANDLES, LARGE_WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES, library_bytes
@@ -133,7 +133,11 @@ MASK = torch.zeros(100, 100, device="meta")
         (call(torch.bfloat16), ADA, Kernel.FLASH),
         (call(torch.float16, dropout_p=0.1, is_causal=True), ADA, Kernel.FLASH),
         (call(torch.bfloat16), HOPPER, Kernel.CUDNN),
-        (call(torch.bfloat16, dropout_p=0.1), HOPPER, Kernel.FLASH),  # not a multiple of 1/16
+        (
+            call(torch.bfloat16, dropout_p=0.1),
+            HOPPER,
+            Kernel.FLASH if DROPOUT_IN_SIXTEENTHS else Kernel.CUDNN,
+        ),  # not a multiple of 1/16
         (call(torch.bfloat16, dropout_p=0.125), HOPPER, Kernel.CUDNN),
         (call(torch.bfloat16, size=256), ADA, Kernel.FLASH),
         (

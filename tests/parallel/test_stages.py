@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit import batches
 from memfit.batches import Batch, LossFunction
+from memfit.capture import part_calls as part_calls_module
 from memfit.capture.capture import capture
 from memfit.capture.part_calls import find_part_calls
 from memfit.capture.source import StepSource
@@ -225,6 +226,37 @@ def test_what_an_object_hands_to_parts_crosses_as_what_their_arguments_do() -> N
     assert _by_stages(model, batch, None, calls, (1, 3, 4)) == model(batch).item()
     for name, gradient in _gradients(model).items():  # the prompt's is summed over the layers in another order
         torch.testing.assert_close(gradient, whole[name], rtol=0, atol=1e-7)
+
+
+class Counting(nn.Module):
+    """Its first part returns whole numbers, which a later one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = Ranks()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = self.ranks(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        y: Tensor = x + self.table(ranks)
+        return y.square().mean()
+
+
+class Ranks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(-1)
+
+
+def test_whole_numbers_cross_where_torchs_stages_can_receive_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, parts = Counting(), torch.randn(4, 8), ["ranks", "layers.0", "layers.1", "table"]
+    for can in (True, False):
+        monkeypatch.setattr(part_calls_module, "WHOLE_NUMBERS_CROSS", can)
+        calls = find_part_calls(model, batch, None, parts)
+        assert [bool(each) for each in calls.refused] == [False, *[not can] * 3]
+        assert all("what ranks returns is torch.int64" in each for each in calls.refused if each)
 
 
 def test_a_parameter_outside_of_modules_is_where_it_is_read() -> None:

@@ -57,6 +57,10 @@ _DESCRIBE: Final = frozenset(
 )  # fmt: skip
 
 
+# Before, torch's stages ask for gradients of all that they receive.
+WHOLE_NUMBERS_CROSS: Final = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+
+
 def find_part_calls(
     model: nn.Module,
     micro_batch: Batch,
@@ -269,6 +273,11 @@ class _Look(Marks):
             for label in sorted(self._changed & read):
                 if label.call < boundary and not reasons[boundary]:
                     reasons[boundary] = self._why_changed(label)
+            if not WHOLE_NUMBERS_CROSS:
+                for label in sorted(read):
+                    leaf = self._calls[label.call].leaves[label.leaf]
+                    if label.call < boundary and isinstance(leaf, TensorMeta) and not _has_gradients(leaf.dtype):
+                        reasons[boundary] = reasons[boundary] or _why_no_gradients(self._calls[label.call].path, leaf)
         reads = (frozenset(mark.number for mark in need if isinstance(mark, BatchLeaf)) for need in self._needs)
         last = {label for label in self._needs[-1] if isinstance(label, str)}
         before = {label for need in self._needs[:-1] for label in need if isinstance(label, str)}
@@ -283,6 +292,14 @@ class _Look(Marks):
             self._values_read,
             digest,
         )
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _why_no_gradients(path: str, leaf: TensorMeta) -> str:
+    return f"what {path} returns is {leaf.dtype}, and torch {torch.__version__} has stages receive what gradients can be taken of; 2.13 does not"
 
 
 def _checkpoint_around() -> FrameType | None:

@@ -680,6 +680,16 @@ def test_what_was_timed_while_threads_waited_is_timed_again_when_they_do_not(
         assert [cost.seconds for cost in costs.values()] == pytest.approx([seconds] * len(calls))
 
 
+def test_what_lies_around_kernels_is_timed_again_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for seconds, waiting in ((1e-3, True), (1e-5, False), (1e-4, False)):
+        in_another_process(monkeypatch)
+        busy_for(monkeypatch, 1.0, stalls=waiting)
+        monkeypatch.setattr(cost_table, "host_time", lambda _, seconds=seconds: HostTime.same_after_all(seconds))
+        taken.append(CostTable(CPU, tmp_path).host_time().mode)
+    assert taken == pytest.approx([1e-3, 1e-5, 1e-5])
+
+
 def test_the_reference_work_tells_that_most_of_its_runs_wait() -> None:
     looks = ([1.0, 1.0, 1.0, 1.0, 90.0], [1.0, 90.0, 90.0, 1.0, 90.0], [1.0, 90.0, 1.0, 90.0, 1.0])
     clock = itertools.accumulate(each for look in looks for taken in look for each in (1.0, taken))

@@ -19,7 +19,7 @@ from memfit.capture.costs import Cost
 from memfit.capture.fresh_memory import fresh_memory
 from memfit.capture.host_time import ROWS, TOUCHED, HostTime, host_time
 from memfit.capture.present_machine import device_name, present_machine
-from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork
+from memfit.capture.reference_work import BUSY, QUIETER, STALLED, ReferenceWork
 from memfit.capture.roofline import estimated_seconds
 from memfit.capture.timing import KernelTimer, agree, processor_clock
 from memfit.identity import digest
@@ -27,7 +27,7 @@ from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 28
+FORMAT: Final = 29
 # Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
 BESIDE_SECONDS: Final = 1e-4, 3e-2
 MOST_BESIDE: Final = 8
@@ -169,17 +169,16 @@ class CostTable:
         """What this computer takes beside the kernels; timed once, and once more where the machine was busy."""
         known = self._known
         if self._wanted({key: key for key in _HOST}):
-
-            def slowdown() -> float:
-                return 1.0 if self._reference is None else self._reference.slowdown()
-
-            before = slowdown()
+            before = self._slowdown_and_stall()
             found = host_time(processor_clock())
             seconds = found.modes + found.products + found.operations + found.views
-            busy = (before + slowdown()) / 2
-            if any(busy < _slowdown(known.get(key)) for key in _HOST):
+            looks = before, self._slowdown_and_stall()
+            busy = sum(slowdown for slowdown, _ in looks) / 2
+            # What is taken while threads wait may be a wait: a later process takes it again.
+            noted = max(busy, STALLED) if any(stalls for _, stalls in looks) else busy
+            if any(noted < _slowdown(known.get(key)) for key in _HOST):
                 for key, each in zip(_HOST, seconds, strict=True):
-                    known.put(key, Cost(each / busy, slowdown=busy))
+                    known.put(key, Cost(each / busy, slowdown=noted))
                 known.append(_HOST, inf if self._reference is None else self._reference.least_seconds)
         known.settled.update(_HOST)
         costs = [known.get(key) for key in _HOST]
@@ -188,6 +187,10 @@ class CostTable:
         counts = (len(ROWS), len(ROWS), len(TOUCHED), len(TOUCHED))
         modes, products, operations, views = (tuple(islice(parts, count)) for count in counts)
         return HostTime(modes, products, operations, views, fresh_memory(processor_clock()).seconds)
+
+    def _slowdown_and_stall(self) -> tuple[float, bool]:
+        """Of this computer now, and whether threads wait for each other."""
+        return (1.0, False) if self._reference is None else (self._reference.slowdown(), self._reference.stalls)
 
     def _here(self, cost: Cost) -> Cost:
         """A cost as this computer has it while this process plans. One number for all, so that costs taken at different times can be compared."""

@@ -163,8 +163,9 @@ def host_time(clock: Callable[[], float]) -> HostTime:
             yield clock() - begin
 
     def forward_seconds(rounds: int, through: Sequence[Callable[[Any], Any]], before: Callable[[], None]) -> float:
-        """Seconds of a forward, of the medians that each layer took."""
-        return _medians(list(forward(through, before)) for _ in range(rounds))
+        """Seconds of a forward, of what each layer typically took."""
+        taken = [list(forward(through, before)) for _ in range(rounds)]
+        return float(sum(map(typical, zip(*taken, strict=True))))
 
     def added_by_a_mode(rounds: int, before: Callable[[], None]) -> float:
         """To a forward. Each round has one without it, too, so that what wavers for longer is in both."""
@@ -174,7 +175,7 @@ def host_time(clock: Callable[[], float]) -> HostTime:
             with HandsOn():
                 under = list(forward(kinds, before))
             differences.append([u - a for u, a in zip(under, alone, strict=True)])
-        return _medians(differences)
+        return float(sum(map(median, zip(*differences, strict=True))))
 
     def after_bytes(through: Sequence[Callable[[Any], Any]]) -> list[float]:
         return [
@@ -201,11 +202,6 @@ def host_time(clock: Callable[[], float]) -> HostTime:
         _rising((each - small[0]) / (LAYERS * mode.operations) for each in small),
         _rising((each - viewed[0]) / len(views) for each in viewed),
     )
-
-
-def _medians(rounds: Iterable[Sequence[float]]) -> float:
-    """The sum of the medians that each layer has over the rounds."""
-    return float(sum(map(median, zip(*rounds, strict=True))))
 
 
 def _rising(seconds: Iterable[float]) -> tuple[float, ...]:

@@ -769,6 +769,7 @@ def offloading(plain: memfit.Plan, draw: random.Random) -> memfit.Plan:
     return changed(plain, script=script)
 
 
+@pytest.mark.slow
 def test_state_made_by_steps_that_departed_is_all_that_comes_on_top() -> None:
     """Planned without a gradient for the first layers, which every second step trains."""
     instructions = (*(step("linear", place, sizes=(8,)) for place in range(1, 10)), step("linear", 4, sizes=(8,)))

@@ -80,7 +80,8 @@ def check_technique(folder: Path, technique: str, tries: int) -> None:
         nothing_lost(series.full_below(place, tries, Random(4)))
 
 
-@pytest.mark.parametrize("technique", [pytest.param("8-bit state on disk", marks=pytest.mark.slow), "swap"])
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", ["8-bit state on disk", "swap"])
 def test_nothing_is_lost_under_any_technique(tmp_path: Path, technique: str) -> None:
     check_technique(tmp_path / "run", technique, 2)
 

@@ -150,7 +150,8 @@ def test_a_rank_begins_with_its_own_samples_before_the_others_are_there(*, strid
     assert second == [(whole + 100).tolist(), of_both.tolist()]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_pipelines_train_as_the_undivided_model(world: int) -> None:
     by_rank = run_ranks(_steps, world, world)
     for index, case in enumerate(CASES[world]):

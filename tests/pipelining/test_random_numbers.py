@@ -44,6 +44,7 @@ def judged(ranks: int, plans: list[memfit.Plan]) -> None:
         assert all(each.again == each.losses for each in of_ranks), "from the same state the same numbers"
 
 
+@pytest.mark.slow
 def test_stages_that_were_seeded_alike_drop_other_elements() -> None:
     plan = planned(2, "1f1b/2")
     tight = memfit.replan(plan, memfit.smallest_budget(plan))

@@ -130,15 +130,21 @@ def test_what_changes_results_less_is_told_first() -> None:
     assert min(changing, default=2) >= 2
 
 
-def test_a_hopeless_budget_is_refused_without_a_capture_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[Any] = []
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The choices of the steps that are captured in the test."""
+    choices_of_steps: list[Any] = []
     known = TraceSource.captured
 
     def noted(self: TraceSource, choices: Any) -> Any:
-        captured.append(choices)
+        choices_of_steps.append(choices)
         return known(self, choices)
 
     monkeypatch.setattr(TraceSource, "captured", noted)
+    return choices_of_steps
+
+
+def test_a_hopeless_budget_is_refused_without_a_capture_more(captured: list[Any]) -> None:
     error = _refused("1KiB")
     assert [remedy.kind for remedy in error.remedies] == ["budget"]
     _, _, tried = str(error).partition("Nothing fits with any of these besides, or with combinations of them: ")
@@ -335,15 +341,7 @@ def test_a_statement_alone_has_no_arguments(monkeypatch: pytest.MonkeyPatch) -> 
     assert not as_settings(told)
 
 
-def test_what_lies_beside_the_model_leaves_no_room_that_a_change_could_make(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[Any] = []
-    known = TraceSource.captured
-
-    def noted(self: TraceSource, choices: Any) -> Any:
-        captured.append(choices)
-        return known(self, choices)
-
-    monkeypatch.setattr(TraceSource, "captured", noted)
+def test_what_lies_beside_the_model_leaves_no_room_that_a_change_could_make(captured: list[Any]) -> None:
     model, sample, loss_fn = build()
     with pytest.raises(InfeasibleError) as caught:
         memfit.plan(model, sample, loss_fn, 1 << 10, small.adamw, device="rtx4090")

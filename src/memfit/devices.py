@@ -161,8 +161,8 @@ def plan_sharded(
     if best is None:
         if least is None:
             raise InputError(f"the step cannot be shared out among {ranks} ranks: {'; '.join(turned_down)}")
-        told = [error.beside_bytes for error in refused.values()]
-        beside = max([*told, *(error.beside_bytes for error in unexplained.values())])
+        refusals: list[InfeasibleError | NothingFitsError] = [*refused.values(), *unexplained.values()]
+        beside = max(error.beside_bytes for error in refusals)
         if worth_telling(beside, least.minimum_bytes or 1 << 62):
             turned_down.append(f"of what each device needs, {format_bytes(beside)} are {BESIDE}")
         remedies = least.remedies or _larger_budget(least, topology)

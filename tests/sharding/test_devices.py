@@ -73,14 +73,24 @@ def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told(
     assert memfit.Plan.from_json(tight.to_json()).prediction == tight.prediction
 
 
-def test_of_a_way_that_cannot_be_faster_no_other_ranks_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The uneven model's parameters give each rank of ZeRO 1 other state, and so a capture of its own."""
-    captured: list[str] = []
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways of sharing out that are captured in the test, each as often as it is."""
+    ways: list[str] = []
     trace_of = TraceSource.trace_of
 
     def noting(source: TraceSource, choices: Choices, *rest: Any) -> Any:
-        captured.append(choices.sharding)
+        ways.append(choices.sharding)
         return trace_of(source, choices, *rest)
+
+    monkeypatch.setattr(TraceSource, "trace_of", noting)
+    return ways
+
+
+def test_of_a_way_that_cannot_be_faster_no_other_ranks_are_captured(
+    captured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The uneven model's parameters give each rank of ZeRO 1 other state, and so a capture of its own."""
 
     def others_of_zero1() -> set[str]:
         """Ranks whose steps are captured beside the first one's."""
@@ -91,7 +101,6 @@ def test_of_a_way_that_cannot_be_faster_no_other_ranks_are_captured(monkeypatch:
         model, sample, loss_fn = steps.uneven()
         return memfit.plan(model, sample, loss_fn, 1 << 40, small.adamw, devices=3, fixed={"micro_batches": 1})
 
-    monkeypatch.setattr(TraceSource, "trace_of", noting)
     monkeypatch.setattr(Planning, "seconds_at_best", lambda _: 0.0)
     ways()
     assert others_of_zero1()
@@ -102,17 +111,7 @@ def test_of_a_way_that_cannot_be_faster_no_other_ranks_are_captured(monkeypatch:
     assert f"optimizer state sharded (ZeRO 1) on 3 ranks: {format_seconds(2.0)} a step at best" in plan.rejected
 
 
-def test_where_no_way_fits_other_ranks_are_captured_of_what_may_need_least_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    captured: list[str] = []
-    trace_of = TraceSource.trace_of
-
-    def noting(source: TraceSource, choices: Choices, *rest: Any) -> Any:
-        captured.append(choices.sharding)
-        return trace_of(source, choices, *rest)
-
-    monkeypatch.setattr(TraceSource, "trace_of", noting)
+def test_where_no_way_fits_other_ranks_are_captured_of_what_may_need_least_alone(captured: list[str]) -> None:
     model, sample, loss_fn = steps.uneven()
     with pytest.raises(memfit.InfeasibleError) as error:
         memfit.plan(model, sample, loss_fn, 6000, small.adamw, devices=3)

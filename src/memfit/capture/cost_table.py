@@ -19,7 +19,7 @@ from memfit.capture.costs import Cost
 from memfit.capture.fresh_memory import fresh_memory
 from memfit.capture.host_time import ROWS, TOUCHED, HostTime, host_time
 from memfit.capture.present_machine import device_name, present_machine
-from memfit.capture.reference_work import BUSY, QUIETER, STALLED, ReferenceWork
+from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork, noted
 from memfit.capture.roofline import estimated_seconds
 from memfit.capture.timing import KernelTimer, agree, processor_clock
 from memfit.identity import digest
@@ -174,11 +174,10 @@ class CostTable:
             seconds = found.modes + found.products + found.operations + found.views
             looks = before, self._slowdown_and_stall()
             busy = sum(slowdown for slowdown, _ in looks) / 2
-            # What is taken while threads wait may be a wait: a later process takes it again.
-            noted = max(busy, STALLED) if any(stalls for _, stalls in looks) else busy
-            if any(noted < _slowdown(known.get(key)) for key in _HOST):
+            as_noted = noted(busy, stalls=any(stalls for _, stalls in looks))
+            if any(as_noted < _slowdown(known.get(key)) for key in _HOST):
                 for key, each in zip(_HOST, seconds, strict=True):
-                    known.put(key, Cost(each / busy, slowdown=noted))
+                    known.put(key, Cost(each / busy, slowdown=as_noted))
                 known.append(_HOST, inf if self._reference is None else self._reference.least_seconds)
         known.settled.update(_HOST)
         costs = [known.get(key) for key in _HOST]

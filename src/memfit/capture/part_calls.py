@@ -258,6 +258,14 @@ class _Look(Marks):
     def _why_changed(self, label: Label) -> str:
         return f"what {self._calls[label.call].path} returns is changed in place after it"
 
+    def _why_not_received(self, label: Label) -> str:
+        """Why torch's stages before 2.13 cannot receive a result; "" where they can."""
+        call = self._calls[label.call]
+        leaf = call.leaves[label.leaf]
+        if not isinstance(leaf, TensorMeta) or leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+            return ""
+        return f"what {call.path} returns is {leaf.dtype}, and torch {torch.__version__} has stages receive what gradients can be taken of; 2.13 does not"
+
     def finished(self, loss: torch.Tensor, digest: str) -> PartCalls:
         self._checkpoint = None
         self._find_changes(len(self._calls))
@@ -274,10 +282,8 @@ class _Look(Marks):
                 if label.call < boundary and not reasons[boundary]:
                     reasons[boundary] = self._why_changed(label)
             if not WHOLE_NUMBERS_CROSS:
-                for label in sorted(read):
-                    leaf = self._calls[label.call].leaves[label.leaf]
-                    if label.call < boundary and isinstance(leaf, TensorMeta) and not _has_gradients(leaf.dtype):
-                        reasons[boundary] = reasons[boundary] or _why_no_gradients(self._calls[label.call].path, leaf)
+                crossing = (label for label in sorted(read) if label.call < boundary)
+                reasons[boundary] = reasons[boundary] or next(filter(None, map(self._why_not_received, crossing)), "")
         reads = (frozenset(mark.number for mark in need if isinstance(mark, BatchLeaf)) for need in self._needs)
         last = {label for label in self._needs[-1] if isinstance(label, str)}
         before = {label for need in self._needs[:-1] for label in need if isinstance(label, str)}
@@ -292,14 +298,6 @@ class _Look(Marks):
             self._values_read,
             digest,
         )
-
-
-def _has_gradients(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _why_no_gradients(path: str, leaf: TensorMeta) -> str:
-    return f"what {path} returns is {leaf.dtype}, and torch {torch.__version__} has stages receive what gradients can be taken of; 2.13 does not"
 
 
 def _checkpoint_around() -> FrameType | None:

@@ -102,3 +102,8 @@ def typical(seconds: Iterable[float]) -> float:
     seconds = list(seconds)
     least = min(seconds)
     return median(each for each in seconds if each <= STALLED * least)
+
+
+def noted(slowdown: float, *, stalls: bool) -> float:
+    """What a cost that was taken under a slowdown is noted with. One taken only while threads wait may be a wait: a later process takes it again."""
+    return max(slowdown, STALLED) if stalls else slowdown

@@ -22,7 +22,7 @@ from memfit.capture.calls import CallSpec, ResultLayouts, TensorLayout, layout_o
 from memfit.capture.costs import Cost
 from memfit.capture.fresh_memory import KEPT, fresh_memory, page_faults
 from memfit.capture.present_machine import present_machine
-from memfit.capture.reference_work import STALLED, ReferenceWork, typical
+from memfit.capture.reference_work import STALLED, ReferenceWork, noted, typical
 from memfit.meter import profiled, spans_and_changes, workspace_of
 from memfit.step.freed_memory import keep_freed_memory
 
@@ -326,8 +326,7 @@ class _Timed:
         if cold is not None:
             self.cold.append(cold / slowdown)
         self._long = self._long or warm.seconds >= VERY_LONG_SECONDS
-        # What is taken only while threads wait may be a wait: a later process takes it again.
-        self._slowdown = min(self._slowdown, max(slowdown, STALLED) if stalled else slowdown)
+        self._slowdown = min(self._slowdown, noted(slowdown, stalls=stalled))
 
     @property
     def settled(self) -> bool:

@@ -235,14 +235,14 @@ def _peaks(
 
     def of_rank(rank: int) -> list[tuple[int, str]]:
         mine = {number: stretches[number] for number in range(rank, len(stretches), ranks)}
-        shared, batch = (of(list(mine.values())) for of in (planner.shared_bytes, planner.batch_bytes))
+        here = list(mine.values())
+        shared, batch, released = planner.shared_bytes(here), planner.batch_bytes(here), MESSAGES_ARE_RELEASED
         peaks = []
-        for share in planner.shares(list(mine.values())):
+        for share in planner.shares(here):
             levels = {
                 n: planner.levels(*stretch, dropped[n], share[stretch], [mine[each] for each in mine if each > n])
                 for n, stretch in mine.items()
             }
-            released = MESSAGES_ARE_RELEASED
             peaks.append(rank_peak(orders[rank], cut.schedule, levels, shared, batch, messages_released=released))
         return peaks
 

@@ -33,6 +33,7 @@ def put_together(rank: int, strided: bool) -> list[list[list[float]]]:  # noqa: 
     if rank and not strided:
         store.wait(["rank 0 has begun"])
     batch = whole.together(part)
+    whole.begin()
     if not rank:
         whole.wait(SIZES[0])
         batch[2][: SIZES[0]].neg_()

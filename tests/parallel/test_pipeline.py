@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import schedules
 
 from memfit.batches import Batch, leaves
 from memfit.capture.capture import capture
 from memfit.capture.part_calls import find_part_calls
 from memfit.capture.source import StepSource
 from memfit.errors import BatchError, InputError, NonFiniteLossError
+from memfit.parallel import schedule as schedule_module
 from memfit.parallel.pipeline import (
     Division,
     Pipeline,
@@ -27,8 +32,9 @@ from memfit.parallel.pipeline import (
     equal_micro_batches,
     mesh_of_pipelines,
 )
-from memfit.parallel.schedule import StageEnds
+from memfit.parallel.schedule import MESSAGES_ARE_RELEASED, StageEnds
 from memfit.planner.model_parts import part_calls
+from memfit.sharding.receiving import receive_ahead
 from memfit.step.part_calls import PartCalls
 from memfit.step.program import StepProgram
 from memfit.values.stages import Schedule
@@ -148,6 +154,51 @@ def test_a_rank_begins_with_its_own_samples_before_the_others_are_there(*, strid
     changed = torch.cat([-of_both[:3], of_both[3:]])
     assert first == [whole.tolist(), changed.tolist()]
     assert second == [(whole + 100).tolist(), of_both.tolist()]
+
+
+def _received_in_two_steps() -> list[list[str]]:
+    """In a rank: of each step, in order, the messages that are begun to be received ahead, those that torch's schedule receives, and forwards."""
+    _, batch, _, _ = built("sequential")
+    trained = _Trained("sequential", StageEnds((2, 4), ONE_ONE, 4, 2), 2, "sgd")
+    own = trained.part(batch)
+    told: list[str] = []
+
+    def ahead(*args: Any) -> Any:
+        told.append("ahead")
+        return receive_ahead(*args)
+
+    def by_torch(ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+        told.extend("by torch" for op in ops if op.op is dist.irecv)
+        return batched(ops, desc)
+
+    @contextmanager
+    def forward(_: int) -> Iterator[None]:
+        told.append("forward")
+        yield
+
+    batched = schedules._batch_p2p
+    found = []
+    with (
+        mock.patch.object(schedule_module, "receive_ahead", ahead),
+        mock.patch.object(schedules, "_batch_p2p", by_torch),
+    ):
+        for _ in range(2):
+            trained.pipeline.prepare(own)
+            trained.pipeline.forward_backward(own, forward)
+            trained.pipeline.clear(accumulates=True)
+            found.append(told.copy())
+            told.clear()
+    return found
+
+
+@pytest.mark.skipif(MESSAGES_ARE_RELEASED, reason="each message has memory of its own, from when it is received")
+def test_a_stage_receives_before_it_computes_so_that_none_waits_for_it_to_be_through() -> None:
+    """Once there is memory for the messages, which torch's schedule makes in the first step."""
+    (_, second_of_0), (first_of_1, second_of_1) = run_ranks(_received_in_two_steps, 2)
+    assert sorted(first_of_1) == ["by torch"] * 4 + ["forward"] * 4
+    assert second_of_1 == ["ahead"] * 4 + ["forward"] * 4
+    # Gradients come later, and nothing is to keep the first stage from computing.
+    assert second_of_0 == ["forward"] + ["ahead"] * 4 + ["forward"] * 3
 
 
 @pytest.mark.slow

@@ -155,6 +155,7 @@ class Pipeline(PipelinedModel):
         self._signature = ""
         self._whole = WholeBatch(self._pipeline, ())  # of the shapes that are prepared
         self._running: Running | None = None
+        self._prepared = 0  # times, on all ranks
 
     def _groups_of(self, several: set[tuple[int, ...]], mesh: DeviceMesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
         # Every rank makes every group, in one order; it is in those of its own pipeline.
@@ -227,6 +228,7 @@ class Pipeline(PipelinedModel):
         if not any(changed for _, changed in self.agreement.counts(1, int(other))):
             return
         self._running, self._signature = None, ""
+        self._prepared += 1
         told = self.agreement.of_all((signature, self._pipeline_number()))
         for number in sorted({pipeline for _, pipeline in told}):
             parts = [each for each, pipeline in told if pipeline == number]
@@ -248,7 +250,7 @@ class Pipeline(PipelinedModel):
         self._whole.read = [frozenset().union(*of_stage) for of_stage in zip(*of_ranks, strict=True)]
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
         ends = self.division.ends.in_micro_batches(len(micro_batches))
-        self._running = Running(stages, ends, self._pipeline, self._region)
+        self._running = Running(stages, ends, self._pipeline, self._region, self._prepared)
         self._signature = signature
 
     def _pipeline_number(self) -> int:
@@ -299,7 +301,11 @@ class Pipeline(PipelinedModel):
         """Gradients are summed over pipelines, and over the ranks that share a parameter."""
         running = self._running
         assert running is not None, "it is prepared"
+        running.begin()
         micro_batches = self._split(self._whole.together(batch))
+        # The first stage waits for no other: it computes first, and what it has for others is read after that. Not where all pipelines are told what counts.
+        if not (running.any_order and 0 in self._mine and self._replicas.size() == 1):
+            self._whole.begin()
         counts = self._counts(micro_batches)
         total = self.agreement.total(sum(counts)) if self._replicas.size() > 1 else sum(counts)
         if not total and self._replicas.size() > 1:
@@ -315,7 +321,9 @@ class Pipeline(PipelinedModel):
                 for n in self._mine
             }
             size = self._whole.samples // len(micro_batches)
-            loss = running.step(of_stages, weights, around, lambda number: self._whole.wait((number + 1) * size))
+            loss = running.step(
+                of_stages, weights, around, lambda number: self._whole.wait((number + 1) * size), self._whole.begin
+            )
             self._whole.wait()
         except BaseException as error:
             self._running = None  # it may have been left half way

@@ -16,14 +16,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from memfit.batches import Batch
 from memfit.parallel.stage_module import StageModule
 from memfit.sharding.pipelined import AroundForward
+from memfit.sharding.receiving import receive_ahead
 from memfit.step.device import device_of
 from memfit.values.stages import Schedule
 
 # Received into memory of their own, which is let go of when their micro-batch is through; before that torch had memory for all of them throughout.
 MESSAGES_ARE_RELEASED: Final = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
+_TAG: Final = 8192  # of the first message; those of agreements (`memfit.sharding.agreement`), which may be of the same group, are below
+
 Region = Callable[[], AbstractContextManager[object]]
 Arrived = Callable[[int], None]
+AfterFirst = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,76 +55,143 @@ class StageEnds:
         return replace(self, micro_batches=number, schedule=Schedule.GPIPE if few else self.schedule)
 
 
-class _Weighted(torch.autograd.Function):
+def _weighted(loss: Tensor, weight: float) -> Tensor:
     """A loss that counts for a share of the whole: as it is, and its gradient that much of what it would be."""
+    loss.register_hook(lambda gradient: gradient * weight)
+    return loss
 
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:
-        """The loss."""
-        ctx.weight = weight
-        return loss.view_as(loss)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Its share."""
-        return gradients[0] * ctx.weight, None
+@dataclass(slots=True)
+class _Turns:
+    """The micro-batches of a step; an attribute of a module takes longer to set.
+
+    Attributes:
+        parts, weights, around, arrived, after_first: as for `Running.step`, of one stage.
+        next: the one that comes next.
+    """
+
+    parts: Sequence[Batch]
+    weights: Sequence[float]
+    around: AroundForward
+    arrived: Arrived
+    after_first: AfterFirst
+    next: int = 0
 
 
 class _InTurn(nn.Module):
-    """A stage whose micro-batches come in their order."""
+    """A stage whose micro-batches come in their order.
+
+    Attributes:
+        turns: of the step, while it runs.
+    """
 
     def __init__(self, stage: StageModule, position: int, region: Region) -> None:
         super().__init__()
         self.stage = stage
+        self.turns: _Turns | None = None
         self._position, self._region = position, region
-        self._parts: Sequence[Batch] = ()
-        self._weights: Sequence[float] = ()
-        self._around: AroundForward | None = None
-        self._arrived: Arrived | None = None
-        self._next = 0
-
-    def begin(
-        self,
-        parts: Sequence[Batch],
-        weights: Sequence[float],
-        around: AroundForward | None,
-        arrived: Arrived | None,
-    ) -> None:
-        self._parts, self._weights, self._around, self._arrived, self._next = parts, weights, around, arrived, 0
-
-    def end(self) -> None:
-        """Let go of them."""
-        self.begin((), (), None, None)
 
     def wait(self) -> None:
         """Until the next micro-batch is there."""
-        assert self._arrived is not None, "it was begun"
-        self._arrived(self._next)
+        assert self.turns is not None, "it was begun"
+        self.turns.arrived(self.turns.next)
+
+    def after_first(self) -> None:
+        """The first forward has run."""
+        assert self.turns is not None, "it was begun"
+        self.turns.after_first()
 
     def forward(self, *received: Tensor) -> Any:
-        assert self._around is not None, "it was begun"
-        index, self._next = self._next, self._next + 1
-        with self._around(self._position), self._region():
-            result = self.stage(self._parts[index], *received)
-        return _Weighted.apply(result, self._weights[index]) if self.stage.is_last else result  # type: ignore[no-untyped-call]
+        turns = self.turns
+        assert turns is not None, "it was begun"
+        index, turns.next = turns.next, turns.next + 1
+        with turns.around(self._position), self._region():
+            result = self.stage(turns.parts[index], *received)
+        return _weighted(result, turns.weights[index]) if self.stage.is_last else result
 
 
 class _TimedStage(PipelineStage):
-    """torch's stage, with the seconds in which it computes; on a GPU those in which the host hands it work."""
+    """torch's stage, with the seconds in which it computes; on a GPU those in which the host hands it work.
+
+    Args:
+        args, kwargs: of torch's stage.
+        tag: of messages to stage 0, forward; of others more. None where nothing is received ahead.
+    """
 
     busy_seconds = 0.0
 
     submod: _InTurn  # as torch calls it
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, *args: Any, tag: int | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tag = tag
+        self._coming: dict[
+            tuple[bool, int], list[dist.Work | None]
+        ] = {}  # by whether backward reads it, and micro-batch
+
+    def begin(self) -> None:
+        """Begin to receive what forwards of the next step read; what backwards read follows the first forward, which is not to wait for that."""
+        if not self._coming:
+            self.receive_ahead(backward=False)
+
+    def end(self) -> None:
+        """A step is over, and all that was to come has come."""
+        self._coming = {}
+
+    def receive_ahead(self, *, backward: bool) -> None:
+        """Begin to receive all messages of a step that forward or backward reads, each into the memory that there is for it.
+
+        In the first step, which makes that memory, torch does. Its schedules begin when they are about to read a message, so that a stage that was through
+        waited for one that still computed.
+        """
+        if self._tag is None:
+            return
+        ops_of = super().get_bwd_recv_ops if backward else super().get_fwd_recv_ops
+        for number in self.grad_recv_info if backward else self.args_recv_info:
+            ops = self._tagged(ops_of(number), self.stage_index, backward=backward)
+            self._coming[backward, number] = [receive_ahead(op.tensor, op.group_peer, op.group, op.tag) for op in ops]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        coming = (False, fwd_chunk_id) in self._coming
+        return [] if coming else self._tagged(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        coming = (True, bwd_chunk_id) in self._coming
+        return [] if coming else self._tagged(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index, backward=True)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, backward=True)
+
+    def _tagged(self, ops: list[dist.P2POp], receiver: int, *, backward: bool = False) -> list[dist.P2POp]:
+        """Two ranks may send each other what several stages read, in an order that is not that in which it is read."""
+        if self._tag is not None:
+            for op in ops:
+                op.tag = self._tag + 2 * receiver + backward
+        return ops
+
+    def _wait(self, number: int, *, backward: bool) -> None:
+        for work in self._coming.get((backward, number), ()):
+            if work is not None:
+                work.wait()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._wait(fwd_chunk_id, backward=False)
         self.submod.wait()
         started = time.perf_counter()
         try:
-            return super().forward_one_chunk(*args, **kwargs)
+            given = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         finally:
             self.busy_seconds += time.perf_counter() - started
+        if not fwd_chunk_id:
+            self.receive_ahead(backward=True)
+            self.submod.after_first()
+        return given
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._wait(bwd_chunk_id, backward=True)
         started = time.perf_counter()
         try:
             given = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -139,14 +210,21 @@ class Running:
         ends: the schedule.
         group: the ranks of the pipeline.
         region: makes what the forward of a micro-batch runs inside.
+        number: of this among those that the pipeline has made. Its messages are its own: a step that failed may have left some that nobody receives.
 
     Attributes:
         busy_seconds, seconds: of the last step, in which something was computed here, and until this rank was through.
     """
 
     def __init__(
-        self, stages: Mapping[int, StageModule], ends: StageEnds, group: dist.ProcessGroup, region: Region = nullcontext
+        self,
+        stages: Mapping[int, StageModule],
+        ends: StageEnds,
+        group: dist.ProcessGroup,
+        region: Region = nullcontext,
+        number: int = 0,
     ) -> None:
+        self._tags = dist.get_backend(group) == dist.Backend.GLOO and not MESSAGES_ARE_RELEASED
         self.busy_seconds = self.seconds = 0.0
         self._number = ends.micro_batches
         self._is_last = any(stage.is_last for stage in stages.values())
@@ -155,7 +233,7 @@ class Running:
         self._stages = [
             _TimedStage(
                 turn,
-                number,
+                stage,
                 len(ends.ends),
                 device,
                 input_args=_examples(turn.stage.received),
@@ -163,8 +241,9 @@ class Running:
                 if turn.stage.is_last
                 else _examples(turn.stage.sent),
                 group=group,
+                tag=_TAG + 2 * len(ends.ends) * number if self._tags else None,
             )
-            for number, turn in zip(stages, self._in_turn, strict=True)
+            for stage, turn in zip(stages, self._in_turn, strict=True)
         ]
         how: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         self._schedule: Any
@@ -174,12 +253,23 @@ class Running:
             kind = ScheduleGPipe if ends.schedule is Schedule.GPIPE else Schedule1F1B
             self._schedule = kind(self._stages[0], ends.micro_batches, **how)
 
+    @property
+    def any_order(self) -> bool:
+        """Whether messages may be sent in another order than received: each has its tag, and torch has sent what it sends before the first step."""
+        return self._tags and all(stage.args_recv_info for stage in self._stages)
+
+    def begin(self) -> None:
+        """Begin to receive what other stages send in the next step; may be called again where that has not been taken."""
+        for stage in self._stages:
+            stage.begin()
+
     def step(
         self,
         micro_batches: Mapping[int, Sequence[Batch]],
         weights: Sequence[float],
         around: AroundForward,
         arrived: Arrived,
+        after_first: AfterFirst,
     ) -> float:
         """Forward and backward of all micro-batches.
 
@@ -188,13 +278,13 @@ class Running:
             weights: what the loss of each counts for.
             around: as for `PipelinedModel.forward_backward`.
             arrived: waits until a micro-batch is there, by its number.
+            after_first: called when a first forward has run, of each stage: what need not be done before.
 
         Returns:
             The sum of the weighted losses, where the last stage is here; else 0.
         """
-        for turn, parts in zip(self._in_turn, micro_batches.values(), strict=True):
-            turn.begin(parts, weights, around, arrived)
-        for stage in self._stages:
+        for stage, turn, parts in zip(self._stages, self._in_turn, micro_batches.values(), strict=True):
+            turn.turns = _Turns(parts, weights, around, arrived, after_first)
             stage.busy_seconds = 0.0
         losses: list[Tensor] = []
         # Nothing is compared with it; it tells torch's schedule that there is a loss.
@@ -203,8 +293,9 @@ class Running:
         self._schedule.step(target=target, losses=losses if self._is_last else None, return_outputs=False)
         self.seconds = time.perf_counter() - started
         self.busy_seconds = sum(stage.busy_seconds for stage in self._stages)
-        for turn in self._in_turn:
-            turn.end()
+        for stage, turn in zip(self._stages, self._in_turn, strict=True):
+            stage.end()
+            turn.turns = None
         # The mean of no labels is no number, and counts for nothing.
         return sum(weight * float(loss.detach()) for loss, weight in zip(losses, weights, strict=False) if weight)
 

@@ -33,7 +33,9 @@ class WholeBatch:
         self._sizes = sizes
         self._divided: set[int] = set()  # places of tensors that count samples
         self._starts = [0, *itertools.accumulate(sizes)]  # of each rank's part, the first of its samples
-        self._on_their_way: list[tuple[int, dist.Work | None]] = []  # with the sample before which each has to be there
+        # Messages with the sample before which each has to be there: those to come, and those that are begun.
+        self._to_come: list[tuple[int, dist.P2POp]] = []
+        self._on_their_way: list[tuple[int, dist.Work | None]] = []
 
     @property
     def samples(self) -> int:
@@ -43,7 +45,8 @@ class WholeBatch:
     def together(self, batch: Batch) -> Batch:
         """What this rank's stages need of the batch of all ranks, with ELSEWHERE in the place of other tensors. All ranks of the pipeline have to call it.
 
-        Only this rank's own part is there when it returns: `wait` before others are read, and before this rank's part is changed.
+        Only this rank's own part is there when it returns: `wait` before others are read, and before this rank's part is changed. Others may wait for it until
+        `begin`.
 
         Args:
             batch: this rank's part. Tensors without its length in front stay as they are.
@@ -51,25 +54,31 @@ class WholeBatch:
         own, ranks = self._sizes[self._pipeline.rank()], frozenset(range(len(self._sizes)))
         leaves, structure = batches.flattened(batch)
         self._divided = {place for place, leaf in enumerate(leaves) if batches.counts_samples(leaf, own)}
-        self._on_their_way = []
+        self._on_their_way, self._to_come = [], []
         copied = not all(leaves[place].is_contiguous() for place in self._divided)
-        between: list[tuple[int, dist.P2POp]] = []
         for place in sorted(self._divided):
             leaf = leaves[place]
             reading = self._readers(place)
-            leaves[place] = self._sent_to_all(leaf) if reading == ranks else self._sent_to(reading, leaf, between)
-        if between:
-            works = dist.batch_isend_irecv([message for _, message in between])
-            # NCCL has one piece of work for all of them.
-            starts = [start for start, _ in between] if len(works) == len(between) else [0] * len(works)
-            self._on_their_way += zip(starts, works, strict=True)
+            leaves[place] = self._sent_to_all(leaf) if reading == ranks else self._sent_to(reading, leaf)
         if copied:  # for sending, which is in no prediction of what follows
             self.wait()
         return batches.rebuilt(leaves, structure)
 
+    def begin(self) -> None:
+        """Send and receive what is not on its way yet."""
+        if not self._to_come:
+            return
+        starts, messages = zip(*self._to_come, strict=True)
+        works = dist.batch_isend_irecv(list(messages))
+        # NCCL has one piece of work for all of them.
+        self._on_their_way += zip(starts if len(works) == len(starts) else [0] * len(works), works, strict=True)
+        self._to_come = []
+
     def wait(self, samples: int | None = None) -> None:
         """Until so many of the first samples of the whole batch are there; without a number until all are, and all that this rank sends is sent."""
         end = math.inf if samples is None else samples
+        if any(start < end for start, _ in self._to_come):
+            self.begin()
         later: list[tuple[int, dist.Work | None]] = []
         for start, work in self._on_their_way:
             if start >= end:
@@ -111,7 +120,7 @@ class WholeBatch:
             self._on_their_way.append((self._needed_from(rank), work))
         return whole
 
-    def _sent_to(self, reading: Collection[int], part: Tensor, between: list[tuple[int, dist.P2POp]]) -> Any:
+    def _sent_to(self, reading: Collection[int], part: Tensor) -> Any:
         mine = self._pipeline.rank()
         whole, parts = self._parts(part) if mine in reading else (ELSEWHERE, [])
         own = part.contiguous().view(torch.uint8)
@@ -120,12 +129,11 @@ class WholeBatch:
                 continue
             # Two ranks come to their messages in one order: by leaf, and of one leaf there is one each way.
             if rank in reading:
-                between.append(
-                    (self._needed_from(mine), dist.P2POp(dist.isend, own, self._global(rank), self._pipeline))
-                )
+                send = dist.P2POp(dist.isend, own, self._global(rank), self._pipeline)
+                self._to_come.append((self._needed_from(mine), send))
             if parts:
                 receive = dist.P2POp(dist.irecv, parts[rank], self._global(rank), self._pipeline)
-                between.append((self._needed_from(rank), receive))
+                self._to_come.append((self._needed_from(rank), receive))
         return whole
 
     def _needed_from(self, rank: int) -> int:

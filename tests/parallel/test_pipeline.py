@@ -168,7 +168,8 @@ def _received_in_two_steps() -> list[list[str]]:
         return receive_ahead(*args)
 
     def by_torch(ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-        told.extend("by torch" for op in ops if op.op is dist.irecv)
+        if desc is not None:  # those without one are torch's own, by which ranks get to know each other
+            told.extend("by torch" for op in ops if op.op is dist.irecv)
         return batched(ops, desc)
 
     @contextmanager

@@ -125,9 +125,8 @@ class _TimedStage(PipelineStage):
     def __init__(self, *args: Any, tag: int | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tag = tag
-        self._coming: dict[
-            tuple[bool, int], list[dist.Work | None]
-        ] = {}  # by whether backward reads it, and micro-batch
+        # By whether backward reads it, and by micro-batch.
+        self._coming: dict[tuple[bool, int], list[dist.Work]] = {}
 
     def begin(self) -> None:
         """Begin to receive what forwards of the next step read; what backwards read follows the first forward, which is not to wait for that."""
@@ -174,8 +173,7 @@ class _TimedStage(PipelineStage):
 
     def _wait(self, number: int, *, backward: bool) -> None:
         for work in self._coming.get((backward, number), ()):
-            if work is not None:
-                work.wait()
+            work.wait()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._wait(fwd_chunk_id, backward=False)

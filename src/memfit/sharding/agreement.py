@@ -194,16 +194,15 @@ class Agreement:
         table = self._tables[len(own)]
         if self._few:
             # As numpy sees it: what torch runs first after a wait has to come into the caches, which takes longer than the message.
-            numbers = table.numpy()
-            numbers[self.rank] = own
-            with self._waiting():
-                self._send_to_each(table)
-            found: list[list[float]] = numbers.tolist()
-            return found
-        table.zero_()  # rows that are zero elsewhere add up to those that the ranks know
-        table[self.rank].copy_(torch.tensor(own, dtype=table.dtype))
+            table.numpy()[self.rank] = own
+        else:
+            table.zero_()  # rows that are zero elsewhere add up to those that the ranks know
+            table[self.rank].copy_(torch.tensor(own, dtype=table.dtype))
         with self._waiting():
-            dist.all_reduce(table, group=self._group)
+            if self._few:
+                self._send_to_each(table)
+            else:
+                dist.all_reduce(table, group=self._group)
         return table.tolist()
 
     def _send_to_each(self, table: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def receive_ahead(into: Tensor, source: int, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+def receive_ahead(into: Tensor, source: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
     """Begin to receive a message that may come much later, or never.
 
     Args:
@@ -23,6 +23,8 @@ def receive_ahead(into: Tensor, source: int, group: dist.ProcessGroup, tag: int)
     # A process group tells a profiler when the message has come, also one that has ended by then: what it writes to is another's memory.
     torch._C._autograd._enable_record_function(False)
     try:
-        return dist.irecv(into, group=group, group_src=source, tag=tag)
+        work = dist.irecv(into, group=group, group_src=source, tag=tag)
     finally:
         torch._C._autograd._enable_record_function(True)
+    assert work is not None, "this rank is in the group"
+    return work

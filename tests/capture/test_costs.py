@@ -27,7 +27,7 @@ from memfit.capture.cost_table import CostTable
 from memfit.capture.costs import COLD_SHARE, Cost, with_costs
 from memfit.capture.fresh_memory import FreshMemory
 from memfit.capture.host_time import HostTime
-from memfit.capture.reference_work import LOOKS, QUIET, ReferenceWork
+from memfit.capture.reference_work import COLD_RUNS, LOOKS, QUIET, RUNS, ReferenceWork
 from memfit.capture.roofline import estimated_costs, work_of
 from memfit.capture.source import StepSource
 from memfit.hardware.efficiency import Kind, Work, work_seconds
@@ -365,6 +365,7 @@ def test_of_cold_caches_a_step_meets_a_share_and_a_table_keeps_both(
     captured = captured_chain()
     measured = dict.fromkeys(captured.calls, Cost(1e-3, cold_seconds=3e-3))
     busy_for(monkeypatch, 1.0)
+    as_known(monkeypatch)
     monkeypatch.setattr(timing.KernelTimer, "measure", lambda *_: measured)
     CostTable(CPU, tmp_path).measure(captured.calls)
     in_another_process(monkeypatch)
@@ -409,6 +410,7 @@ def test_what_is_known_is_timed_once_more_beside_what_is_new(tmp_path: Path, mon
         monkeypatch.setattr(timing.KernelTimer, "measure", measure)
 
     busy_for(monkeypatch, 1.0)
+    as_known(monkeypatch)
     takes(1.0)
     CostTable(CPU, tmp_path).measure(known)
     in_another_process(monkeypatch)
@@ -435,6 +437,7 @@ def test_known_calls_that_do_not_agree_say_nothing_of_others(tmp_path: Path, mon
         return {key: Cost(next(factors) * 1e-3) for key in wanted}
 
     busy_for(monkeypatch, 1.0)
+    as_known(monkeypatch)
     monkeypatch.setattr(timing.KernelTimer, "measure", measure)
     CostTable(CPU, tmp_path).measure(known)
     in_another_process(monkeypatch)
@@ -485,6 +488,32 @@ def busy_for(monkeypatch: pytest.MonkeyPatch, *slowdowns: float, stalls: bool = 
         return QUIET * (left.pop(0) if len(left) > 1 else left[0])
 
     monkeypatch.setattr(ReferenceWork, "seconds", seconds)
+
+
+def as_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are not timed to see how busy the machine is; the reference work tells."""
+    monkeypatch.setattr(timing.KernelTimer, "seconds_now", lambda *_: {})
+
+
+def test_costs_are_as_long_as_the_longest_calls_take_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What slows the reference work does not slow them, and the other way round."""
+    calls = captured_chain().calls
+    few = dict(list(calls.items())[: cost_table.FEWEST_BESIDE - 1])
+    monkeypatch.setattr(timing.KernelTimer, "measure", lambda _, wanted, __: dict.fromkeys(wanted, Cost(1e-3)))
+    for factor, looked, asked, expected in (
+        (1.0, 1.0, calls, 1.0),
+        (1.3, 1.0, calls, 1.3),
+        (0.9, 1.5, calls, 0.9),
+        (1.3, 1.5, few, 1.5),
+    ):
+        in_another_process(monkeypatch)
+        busy_for(monkeypatch, looked)
+        monkeypatch.setattr(
+            timing.KernelTimer, "seconds_now", lambda _, wanted, factor=factor: dict.fromkeys(wanted, factor * 1e-3)
+        )
+        table = CostTable(CPU, tmp_path)
+        assert [cost.seconds for cost in table.measure(asked).values()] == pytest.approx([expected * 1e-3] * len(asked))
+        assert [cost.seconds for cost in table.measure(calls).values()] == pytest.approx([expected * 1e-3] * len(calls))
 
 
 def test_a_malloc_that_keeps_everything_has_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,6 +689,7 @@ def test_runs_in_which_threads_wait_for_each_other_are_not_counted(
     """On a crowded computer two runs of three on several threads take a scheduler's time slice, and the reference work's shortest run does not."""
     runs = itertools.cycle([16e-3, 17e-3, 1e-3])
     busy_for(monkeypatch, 1.0, stalls=True)
+    as_known(monkeypatch)
     monkeypatch.setattr(timing.KernelTimer, "_run_seconds", lambda *_: next(runs))
     monkeypatch.setattr(timing, "PROFILED_SECONDS", math.inf)
     for cost in CostTable(CPU, tmp_path).measure(captured_chain().calls).values():
@@ -692,6 +722,7 @@ def test_what_lies_around_kernels_is_timed_again_too(tmp_path: Path, monkeypatch
 
 def test_the_reference_work_tells_that_most_of_its_runs_wait() -> None:
     looks = ([1.0, 1.0, 1.0, 1.0, 90.0], [1.0, 90.0, 90.0, 1.0, 90.0], [1.0, 90.0, 1.0, 90.0, 1.0])
+    looks = tuple([5.0] * COLD_RUNS + look for look in looks)
     clock = itertools.accumulate(each for look in looks for taken in look for each in (1.0, taken))
     work = ReferenceWork(lambda: next(clock))
     assert [(work.seconds(now=True), work.stalls) for _ in looks] == [(1.0, False), (1.0, True), (1.0, False)]
@@ -717,16 +748,29 @@ def test_the_reference_work_takes_a_twentieth_of_what_it_is_timed_beside(monkeyp
 
 
 def test_the_reference_work_knows_its_least_time() -> None:
-    looks = ([9.0, 5.0, 2.0, 2.0, 3.0], [9.0, 4.0, 5.0, 4.0, 4.0], [3.0, 1.0, 1.0, 2.0, 1.0])
+    looks = (
+        [9.0, 5.0, 3.0, 2.0, 3.0, 2.5, 3.0],
+        [9.0, 9.0, 4.0, 5.0, 4.0, 4.0, 4.0],
+        [3.0, 2.0, 1.0, 1.0, 1.0, 2.0, 1.0],
+    )
     clock = itertools.accumulate(each for look in looks for taken in look for each in (1.0, taken))
     work = ReferenceWork(lambda: next(clock))
-    assert work.seconds(now=True) == 2.0
-    assert work.least_seconds == 2.0
-    assert work.seconds() == 2.0  # a moment ago
+    assert work.seconds(now=True) == 3.0
+    assert work.least_seconds == 3.0
+    assert work.seconds() == 3.0  # a moment ago
     assert work.seconds(now=True) == 4.0
-    assert work.least_seconds == 2.0
+    assert work.least_seconds == 3.0
     assert work.seconds(now=True) == 1.0
     assert work.least_seconds == 1.0
+
+
+def test_one_run_that_takes_two_thirds_makes_no_computer_a_slow_one() -> None:
+    """As now and then on a virtual machine: by the shortest run all others are of a busy one."""
+    looks = ([1.5, 1.5, 1.5, 1.0, 1.5, 1.5, 1.5], *([1.5] * RUNS,) * LOOKS)
+    clock = itertools.accumulate(each for look in looks for taken in look for each in (1.0, taken))
+    work = ReferenceWork(lambda: next(clock))
+    work.seconds(now=True)
+    assert work.slowdown() == 1.0
 
 
 def test_a_quiet_computer_is_as_fast_as_it_is_though_the_reference_work_wavers(

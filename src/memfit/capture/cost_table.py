@@ -27,7 +27,7 @@ from memfit.step.freed_memory import keep_freed_memory
 from memfit.step.generators import forked_generators
 from memfit.storage.folders import cache_folder
 
-FORMAT: Final = 29
+FORMAT: Final = 30
 # Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
 BESIDE_SECONDS: Final = 1e-4, 3e-2
 MOST_BESIDE: Final = 8
@@ -43,6 +43,7 @@ class _KnownCosts:
     Attributes:
         settled: digests of the calls whose costs something in this process has asked for.
         least_reference_seconds: that the reference work has taken in this process and in those that have written costs; infinite where it has not been timed.
+        looked: the slowdown of this computer by the reference work, as this process found it first; None before that.
         slowdown: of this computer while this process plans, by which all its costs are multiplied; None before the first.
         long: the longest calls whose costs this process knows, and their seconds.
     """
@@ -50,6 +51,7 @@ class _KnownCosts:
     def __init__(self, path: Path) -> None:
         self.settled: set[str] = set()
         self.least_reference_seconds = inf
+        self.looked: float | None = None
         self.slowdown: float | None = None
         self.long: dict[str, tuple[CallSpec, float]] = {}
         self._path = path
@@ -108,12 +110,27 @@ class _KnownCosts:
 
     def note_long(self, calls: Mapping[str, CallSpec], digests: Mapping[str, str]) -> None:
         """Remember the longest of these, whose digests are given, and of those before, but for what was timed on a busy computer."""
+        quiet = {
+            key: each
+            for key, each in self.long_of(calls, digests).items()
+            if self._costs[digests[key]].slowdown <= BUSY
+        }
+        self.long = _longest({**self.long, **quiet})
+
+    def long_of(self, calls: Mapping[str, CallSpec], digests: Mapping[str, str]) -> dict[str, tuple[CallSpec, float]]:
+        """Those of some calls, whose digests are given, that are long enough to be timed once more, and their seconds."""
         least, most = BESIDE_SECONDS
-        for key, call in calls.items():
-            cost = self.get(digests[key])
-            if cost is not None and cost.measured and cost.slowdown <= BUSY and least <= cost.seconds <= most:
-                self.long[key] = call, cost.seconds
-        self.long = dict(sorted(self.long.items(), key=lambda item: -item[1][1])[:MOST_BESIDE])
+        costs = {key: self.get(digests[key]) for key in calls}
+        return {
+            key: (calls[key], cost.seconds)
+            for key, cost in costs.items()
+            if cost is not None and cost.measured and least <= cost.seconds <= most
+        }
+
+
+def _longest(calls: Mapping[str, tuple[CallSpec, float]]) -> dict[str, tuple[CallSpec, float]]:
+    """Of some calls with their seconds."""
+    return dict(sorted(calls.items(), key=lambda item: -item[1][1])[:MOST_BESIDE])
 
 
 # In the places of digests.
@@ -162,6 +179,8 @@ class CostTable:
             known.append(wanted.values(), inf if self._reference is None else self._reference.least_seconds)
         known.settled.update(digests.values())
         known.note_long(calls, digests)
+        if known.slowdown is None and self._reference is not None:
+            known.slowdown = self._slowdown_of(calls, digests)
         found = {key: known.get(d) for key, d in digests.items()}
         return {key: self._here(cost) for key, cost in found.items() if cost is not None}
 
@@ -195,15 +214,30 @@ class CostTable:
         """A cost as this computer has it while this process plans. One number for all, so that costs taken at different times can be compared."""
         if self._reference is None or not cost.measured:
             return cost
-        return _scaled(cost, self._look(self._reference))
+        slowdown = self._known.slowdown
+        return _scaled(cost, self._look(self._reference) if slowdown is None else slowdown)
+
+    def _slowdown_of(self, calls: Mapping[str, CallSpec], digests: Mapping[str, str]) -> float:
+        """How many times longer than their costs the longest of these calls take now; where too few are long enough, by the reference work.
+
+        What slows that does not slow all work alike: on a virtual machine it took 1.0 to 1.45 times its least time from one moment to the next while a step
+        took the same (docs/design/log.md, 2026-11-30).
+        """
+        assert self._reference is not None, "of a CPU"
+        long, ratios = _longest(self._known.long_of(calls, digests)), []
+        if len(long) >= FEWEST_BESIDE:
+            with forked_generators():
+                now = KernelTimer(self.device, calls).seconds_now({key: call for key, (call, _) in long.items()})
+            ratios = [seconds / long[key][1] for key, seconds in now.items()]
+        return median(ratios) if len(ratios) >= FEWEST_BESIDE else self._look(self._reference)
 
     def _look(self, reference: ReferenceWork) -> float:
-        """The slowdown of this computer while this process plans."""
+        """The slowdown of this computer by the reference work."""
         known = self._known
-        if known.slowdown is None:
-            known.slowdown = reference.slowdown()
+        if known.looked is None:
+            known.looked = reference.slowdown()
             known.least_reference_seconds = min(known.least_reference_seconds, reference.least_seconds)
-        return known.slowdown
+        return known.looked
 
     def _wanted(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Of these, the calls to be timed now."""

@@ -21,7 +21,8 @@ BUSY: Final = 1.1  # slowdown of a busy machine
 QUIETER: Final = 0.85  # times the slowdown that a cost was taken under: then it is worth taking again
 EVERY_SECONDS: Final = 0.02  # of timing other work, after which it is timed again
 LEAST_OTHER: Final = 20  # times what that took: while threads wait for each other it is more than all other work
-RUNS: Final = 5  # the first ones bring the work back into the caches, which what was timed before has filled
+RUNS: Final = 7
+COLD_RUNS: Final = 2  # of these bring the work back into the caches, which what was timed before has filled
 LOOKS: Final = 9
 # More than neighbours do (up to two times). Threads that wait for one whose core has gone to another process, which is 20 ms later, make it
 # some hundred times, of which one look in twenty on a crowded computer is; then it is looked at again after a pause (docs/design/log.md, 2026-11-27).
@@ -55,8 +56,9 @@ class ReferenceWork:
         """That it takes; that it took a moment ago where it was timed a moment ago and not `now`."""
         begin = time.monotonic()
         if now or begin > self._next_at:
-            runs = [self._once() for _ in range(RUNS)]
-            self._seconds = min(runs)
+            runs = [self._once() for _ in range(RUNS)][COLD_RUNS:]
+            # Not the least: a virtual machine runs some of them in two thirds of the time, for a few milliseconds (docs/design/log.md, 2026-11-30).
+            self._seconds = typical(runs)
             self.least_seconds = min(self.least_seconds, self._seconds)
             self.stalls = median(runs) > STALLED * self.least_seconds
             end = time.monotonic()

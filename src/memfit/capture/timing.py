@@ -140,6 +140,18 @@ class KernelTimer:
         }
         return {key: timed[key].cost(cost, workspaces.get(key, 0)) for key, cost in found.items() if timed[key].warm}
 
+    def seconds_now(self, calls: Mapping[str, CallSpec]) -> dict[str, float]:
+        """What each of these calls takes on a CPU by now, with warm caches and whatever else the computer does; without those that cannot be run alone."""
+        found: dict[str, list[float]] = {}
+
+        def time_call(key: str, call: CallSpec, args: Any, kwargs: Any) -> None:
+            found.setdefault(key, []).append(self._warm_run(call, args, kwargs).seconds)
+
+        shared = Filled(self.device)
+        for _ in range(ROUNDS.start):
+            self._each(calls, shared, time_call)
+        return {key: typical(each) for key, each in found.items()}
+
     def _slowdown(self) -> float:
         """Of the computer by now."""
         return 1.0 if self._reference is None else self._reference.slowdown_beside()

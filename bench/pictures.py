@@ -50,21 +50,26 @@ def slowdowns(rows: Rows, asked: Any) -> dict[str, Picture]:
         "recompute only": Key("recompute only", charts.MEMFIT),
         "free choice": Key("micro-batches, too", charts.ORANGE, square=True),
     }
-    plain = {row["model"]: row["times"] for row in rows if row["row"] == "plain"}
+    computers = asked.by_computer(rows)
+    models = {row["model"] for row in rows}
     points = []
-    for row in rows:
-        if row["row"] != "plain":
+    for own in computers.values():
+        plain = {row["model"]: row["times"] for row in own if row["row"] == "plain"}
+        for row in own:
+            if row["row"] == "plain":
+                continue
             low, middle, high = asked.interval(asked.ratios(row["times"], plain[row["model"]]))
             title = f"{row['model']}, {row['row']}: predicted {row['predicted_ratio']:.3f}, measured {middle:.3f}"
             points.append(Point(row["predicted_ratio"], middle, keys[row["choice"]], title, low, high))
     off = [abs(point.y - point.x) for point in points]
+    on = f" on {len(computers)} computers" if len(computers) > 1 else ""
     ends = [value for point in points for value in (point.x, point.low or point.y, point.high or point.y)]
     low, high = min(0.9, min(ends) - 0.02), rounded_up(max(ends), 0.1)
     every = [n / 10 for n in range(9, round(10 * high) + 1)]
     head = Head(
         "Predicted slowdowns beside measured ones",
         "Time of a step over the plain step's. Lines through points: 95 % intervals. Dotted: 3 points off.",
-        f"Slowdowns of {len(plain)} models in {len(points)} plans: {sum(each <= 0.03 for each in off)} are within 3 points of what was predicted, all "
+        f"Slowdowns of {len(models)} models in {len(points)} plans{on}: {sum(each <= 0.03 for each in off)} are within 3 points of what was predicted, all "
         f"within {100 * max(off):.1f}.",
         [*keys.values(), Key("predicted = measured", colours.QUIET, line=True)],
     )

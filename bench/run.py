@@ -82,7 +82,11 @@ def section(question: str, folder: Path) -> str:
         return f"{command}\n\nNot run yet."
     shown = [shown_in(folder, name, picture(WIDE).label) for name, picture in charts_of(question, rows).items()]
     table = in_the_fields_words(module_of(question).table(rows))
-    return "\n\n".join([command, f"{measuring.in_words(rows[0]['machine'])}.", *shown, table])
+    computers: dict[str, Any] = {}
+    for row in rows:
+        computers.setdefault(row["machine"]["device"], row["machine"])
+    told = "; ".join(map(measuring.in_words, computers.values()))
+    return "\n\n".join([command, f"{told}.", *shown, table])
 
 
 def charts_of(question: str, rows: Sequence[dict[str, Any]]) -> dict[str, charts.Picture]:

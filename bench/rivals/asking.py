@@ -23,6 +23,8 @@ def main(
     parser: argparse.ArgumentParser,
     ask: Callable[..., list[dict[str, Any]]],
     table: Callable[[Sequence[Mapping[str, Any]]], str],
+    *,
+    by_computer: bool = False,
 ) -> None:
     """Read the command line and ask.
 
@@ -32,6 +34,7 @@ def main(
         parser: with the question's own options, which `ask` is given by name; with --quick, `rounds` is small.
         ask: `ask(model, quick=..., ...)` gives the rows of one model.
         table: the rows as Markdown.
+        by_computer: the rows of other computers are kept.
     """
     own = {action.dest for action in parser._actions} - {"help"}
     parser.add_argument("--models", help="only these, separated by commas")
@@ -60,7 +63,11 @@ def main(
 
     names = [subject.name for subject in subjects(arguments.models, quick=arguments.quick)]
     if arguments.missing:
-        names = [name for name in names if name not in {row["model"] for row in measuring.kept(question)}]
+        here = measuring.machine()["device"]
+        asked = {
+            row["model"] for row in measuring.kept(question) if not by_computer or row["machine"]["device"] == here
+        }
+        names = [name for name in names if name not in asked]
     shown = []
     failed = []
     for name in names:
@@ -77,8 +84,13 @@ def main(
             rows = [json.loads(line) for line in into.read_text().splitlines()]
         shown += rows
         if not arguments.quick:
-            merged = [row for row in measuring.kept(question) if row["model"] != name] + rows
-            measuring.keep(question, {}, _in_order(merged))
+            here = rows[0]["machine"]["device"]
+            others = [
+                row
+                for row in measuring.kept(question)
+                if row["model"] != name or (by_computer and row["machine"]["device"] != here)
+            ]
+            measuring.keep(question, {}, _in_order(others + rows))
     if shown:
         print(table(shown))
     if failed:

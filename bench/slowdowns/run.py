@@ -97,8 +97,23 @@ def wide(found: tuple[float, float, float]) -> float:
     return max(middle - low, high - middle)
 
 
+def by_computer(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each computer, by its name, in the order in which they are kept."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["machine"]["device"], []).append(row)
+    return found
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """As Markdown."""
+    """As Markdown, of each computer by itself."""
+    told = by_computer(rows)
+    if len(told) == 1:
+        return _table(rows)
+    return "\n\n".join(f"On {computer}: {_table(own)}" for computer, own in told.items())
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     plain = {row["model"]: row["times"] for row in rows if row["row"] == "plain"}
     body = []
     off: dict[bool, list[float]] = {False: [], True: []}  # of plans that only recompute, and of those in micro-batches
@@ -142,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="at most")
     asker: Callable[..., list[Row]] = ask
-    asking.main(QUESTION, Path(__file__), parser, asker, table)
+    asking.main(QUESTION, Path(__file__), parser, asker, table, by_computer=True)
 
 
 if __name__ == "__main__":

@@ -495,25 +495,36 @@ def as_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing.KernelTimer, "seconds_now", lambda *_: {})
 
 
-def test_costs_are_as_long_as_the_longest_calls_take_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("factor", "looked", "number", "expected"),
+    [
+        (1.3, 1.0, None, 1.3),
+        (0.9, 1.5, None, 0.9),
+        (1.3, 1.5, cost_table.FEWEST_BESIDE - 1, 1.5),  # too few tell nothing
+        (50.0, 1.5, None, 1.5),  # which is how long a thread waits
+    ],
+)
+def test_costs_are_as_long_as_the_longest_calls_take_now(
+    factor: float,
+    looked: float,
+    number: int | None,
+    expected: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What slows the reference work does not slow them, and the other way round."""
     calls = captured_chain().calls
-    few = dict(list(calls.items())[: cost_table.FEWEST_BESIDE - 1])
+    asked = dict(itertools.islice(calls.items(), number))
     monkeypatch.setattr(timing.KernelTimer, "measure", lambda _, wanted, __: dict.fromkeys(wanted, Cost(1e-3)))
-    for factor, looked, asked, expected in (
-        (1.0, 1.0, calls, 1.0),
-        (1.3, 1.0, calls, 1.3),
-        (0.9, 1.5, calls, 0.9),
-        (1.3, 1.5, few, 1.5),
-    ):
-        in_another_process(monkeypatch)
-        busy_for(monkeypatch, looked)
-        monkeypatch.setattr(
-            timing.KernelTimer, "seconds_now", lambda _, wanted, factor=factor: dict.fromkeys(wanted, factor * 1e-3)
-        )
-        table = CostTable(CPU, tmp_path)
-        assert [cost.seconds for cost in table.measure(asked).values()] == pytest.approx([expected * 1e-3] * len(asked))
-        assert [cost.seconds for cost in table.measure(calls).values()] == pytest.approx([expected * 1e-3] * len(calls))
+    busy_for(monkeypatch, 1.0)
+    as_known(monkeypatch)
+    CostTable(CPU, tmp_path).measure(calls)
+    in_another_process(monkeypatch)
+    busy_for(monkeypatch, looked)
+    monkeypatch.setattr(timing.KernelTimer, "seconds_now", lambda _, wanted: dict.fromkeys(wanted, factor * 1e-3))
+    table = CostTable(CPU, tmp_path)
+    for which in (asked, calls):  # one number for all that is asked for later
+        assert [cost.seconds for cost in table.measure(which).values()] == pytest.approx([expected * 1e-3] * len(which))
 
 
 def test_a_malloc_that_keeps_everything_has_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

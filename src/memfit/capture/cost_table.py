@@ -19,7 +19,7 @@ from memfit.capture.costs import Cost
 from memfit.capture.fresh_memory import fresh_memory
 from memfit.capture.host_time import ROWS, TOUCHED, HostTime, host_time
 from memfit.capture.present_machine import device_name, present_machine
-from memfit.capture.reference_work import BUSY, QUIETER, ReferenceWork, noted
+from memfit.capture.reference_work import BUSY, QUIETER, STALLED, ReferenceWork, noted
 from memfit.capture.roofline import estimated_seconds
 from memfit.capture.timing import KernelTimer, agree, processor_clock
 from memfit.identity import digest
@@ -218,7 +218,7 @@ class CostTable:
         return _scaled(cost, self._look(self._reference) if slowdown is None else slowdown)
 
     def _slowdown_of(self, calls: Mapping[str, CallSpec], digests: Mapping[str, str]) -> float:
-        """How many times longer than their costs the longest of these calls take now; where too few are long enough, by the reference work.
+        """How many times longer than their costs the longest of these calls take now; by the reference work where too few are long enough, or threads wait.
 
         What slows that does not slow all work alike: on a virtual machine it took 1.0 to 1.45 times its least time from one moment to the next while a step
         took the same (docs/design/log.md, 2026-11-30).
@@ -229,7 +229,9 @@ class CostTable:
             with forked_generators():
                 now = KernelTimer(self.device, calls).seconds_now({key: call for key, (call, _) in long.items()})
             ratios = [seconds / long[key][1] for key, seconds in now.items()]
-        return median(ratios) if len(ratios) >= FEWEST_BESIDE else self._look(self._reference)
+        if len(ratios) < FEWEST_BESIDE or median(ratios) >= STALLED:
+            return self._look(self._reference)
+        return median(ratios)
 
     def _look(self, reference: ReferenceWork) -> float:
         """The slowdown of this computer by the reference work."""

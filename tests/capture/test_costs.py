@@ -733,8 +733,8 @@ def test_what_lies_around_kernels_is_timed_again_too(tmp_path: Path, monkeypatch
 
 def test_the_reference_work_tells_that_most_of_its_runs_wait() -> None:
     looks = ([1.0, 1.0, 1.0, 1.0, 90.0], [1.0, 90.0, 90.0, 1.0, 90.0], [1.0, 90.0, 1.0, 90.0, 1.0])
-    looks = tuple([5.0] * COLD_RUNS + look for look in looks)
-    clock = itertools.accumulate(each for look in looks for taken in look for each in (1.0, taken))
+    runs = ([5.0] * COLD_RUNS + look for look in looks)
+    clock = itertools.accumulate(each for look in runs for taken in look for each in (1.0, taken))
     work = ReferenceWork(lambda: next(clock))
     assert [(work.seconds(now=True), work.stalls) for _ in looks] == [(1.0, False), (1.0, True), (1.0, False)]
 

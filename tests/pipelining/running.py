@@ -48,6 +48,12 @@ def short_decoder(name: str = "decoder") -> steps.Built:
     return model, sample, loss_fn
 
 
+def short_double() -> steps.Built:
+    """In float64, the loss too."""
+    model, sample, loss_fn = short_decoder()
+    return model.double(), sample, loss_fn
+
+
 def short_tied() -> steps.Built:
     return short_decoder("tied")
 

@@ -86,6 +86,13 @@ def test_two_ranks_train_as_one_device_does_and_hold_what_is_predicted() -> None
     compared(2, running.short_tied, "sgd", plans)
 
 
+def test_losses_in_float64_are_as_large_as_they_are() -> None:
+    """The schedule holds those of all micro-batches to the end of the step."""
+    plan = planned(running.short_double, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})
+    ran = running.together(2, running.run, [plan.to_json()], running.short_double, "sgd")
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
+
+
 def cut_at(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut is this one."""
 

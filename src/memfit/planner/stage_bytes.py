@@ -20,7 +20,7 @@ from memfit.planner.timeline import Recomputations, Timeline
 from memfit.values.stages import Recompute, Schedule
 from memfit.values.trace import Category, Phase, Trace
 
-NUMBER_BYTES: Final = 4  # of a loss
+NUMBER_BYTES: Final = 4  # of what stands for the loss in the trace of a stage that is not the last
 # What the host takes longer around the forward of a stage, or its backward, where a rank has several stages, in multiples of what lies between two
 # operations: more messages at once, more of the model's forward to walk through (two ranks on a CPU, by hand: docs/design/log.md). What all pipelines take is
 # left out.
@@ -122,6 +122,7 @@ def stage_levels(
     backward = slice(forward_end + 1, pass_end + 1)
     # What backward begins with in the trace of a stage that is not the last: a number in place of a loss, and its gradient.
     begins = NUMBER_BYTES if sent_bytes else 0
+    number = NUMBER_BYTES if sent_bytes else _loss_bytes(trace)
     forward = above[: forward_end + 1].copy()
     forward[forward_end] -= begins
     kept = _kept(timeline, expanded, recomputations, forward_end) - begins
@@ -132,13 +133,19 @@ def stage_levels(
         int(forward.max(initial=0)),
         int((above - missing)[backward].max(initial=0)) + gradients - 2 * begins,
         int((above - made)[backward].max(initial=0)) - 2 * begins,
-        max(0, int((above - made)[pass_end + 1 :].max(initial=0)) - NUMBER_BYTES - _given_back(timeline)),
+        max(0, int((above - made)[pass_end + 1 :].max(initial=0)) - number - _given_back(timeline)),
         received_gradient_bytes,
         sent_bytes,
         max(0, int(forward[forward_end]) - kept) if made_bytes is None else made_bytes,
-        0 if sent_bytes else NUMBER_BYTES,
+        0 if sent_bytes else number,
         updated_at_once=any(o.phase is Phase.OPTIMIZER and "_foreach_" in o.name for o in trace.operations),
     )
+
+
+def _loss_bytes(trace: Trace) -> int:
+    """Of the last stage's loss: a copy (`StageModule.forward`), after which forward makes nothing."""
+    *_, made = (operation.makes for operation in trace.in_forward() if operation.makes)
+    return sum(trace.storages[s].bytes for s in made)
 
 
 def _gradients_to_come(timeline: Timeline, slot_of_event: Any, slots: int, made_elsewhere: frozenset[int]) -> Any:

@@ -296,6 +296,7 @@ class _Look(Marks):
             tuple((name, TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else None) for name, leaf in self.batch),
             tuple(reads),
             self._values_read,
+            loss.dtype,
             digest,
         )
 

@@ -235,7 +235,7 @@ class Running:
                 len(ends.ends),
                 device,
                 input_args=_examples(turn.stage.received),
-                output_args=(torch.empty((), device="meta", requires_grad=True),)
+                output_args=(torch.empty((), dtype=turn.stage.loss_type, device="meta", requires_grad=True),)
                 if turn.stage.is_last
                 else _examples(turn.stage.sent),
                 group=group,

@@ -58,6 +58,11 @@ class StageModule(nn.Module):
         """What goes to the next stage, in order; nothing from the last."""
         return tuple(self._calls.meta(label) for label in self._outgoing)
 
+    @property
+    def loss_type(self) -> torch.dtype:
+        """Of what the last stage gives."""
+        return self._calls.loss_type
+
     def forward(self, batch: Batch, *received: Tensor) -> tuple[Tensor, ...] | Tensor:
         """The stage on one micro-batch.
 

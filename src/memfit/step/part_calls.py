@@ -96,6 +96,7 @@ class PartCalls:
         batch: for each leaf of the micro-batch its name, and what it is like where it is a tensor.
         batch_reads: of each call, and in the last entry of the loss, the places of the leaves that it reads, itself or through what runs before it.
         values_read: places of the leaves whose values decide what runs between calls, so that every stage needs them.
+        loss_type: of the loss.
         digest: of the operations from which the loss is computed, those inside the parts included (`sharding/same_step.py`).
     """
 
@@ -107,6 +108,7 @@ class PartCalls:
     batch: tuple[tuple[str, TensorMeta | None], ...]
     batch_reads: tuple[frozenset[int], ...]
     values_read: frozenset[int]
+    loss_type: torch.dtype
     digest: str
 
     def leaves_read(self, first: int, end: int, counted: str = "") -> frozenset[int]:

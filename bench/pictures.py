@@ -50,7 +50,7 @@ def slowdowns(rows: Rows, asked: Any) -> dict[str, Picture]:
         "recompute only": Key("recompute only", charts.MEMFIT),
         "free choice": Key("micro-batches, too", charts.ORANGE, square=True),
     }
-    computers = asked.by_computer(rows)
+    computers = measuring.by_computer(rows)
     models = {row["model"] for row in rows}
     points = []
     for own in computers.values():

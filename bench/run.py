@@ -82,10 +82,7 @@ def section(question: str, folder: Path) -> str:
         return f"{command}\n\nNot run yet."
     shown = [shown_in(folder, name, picture(WIDE).label) for name, picture in charts_of(question, rows).items()]
     table = in_the_fields_words(module_of(question).table(rows))
-    computers: dict[str, Any] = {}
-    for row in rows:
-        computers.setdefault(row["machine"]["device"], row["machine"])
-    told = "; ".join(map(measuring.in_words, computers.values()))
+    told = "; ".join(measuring.in_words(own[0]["machine"]) for own in measuring.by_computer(rows).values())
     return "\n\n".join([command, f"{told}.", *shown, table])
 
 

@@ -62,11 +62,13 @@ def main(
     from rivals.subjects import subjects
 
     names = [subject.name for subject in subjects(arguments.models, quick=arguments.quick)]
+    here = measuring.machine()["device"] if by_computer else ""
+
+    def replaceable(row: Mapping[str, Any]) -> bool:
+        return not by_computer or row["machine"]["device"] == here
+
     if arguments.missing:
-        here = measuring.machine()["device"]
-        asked = {
-            row["model"] for row in measuring.kept(question) if not by_computer or row["machine"]["device"] == here
-        }
+        asked = {row["model"] for row in measuring.kept(question) if replaceable(row)}
         names = [name for name in names if name not in asked]
     shown = []
     failed = []
@@ -84,12 +86,7 @@ def main(
             rows = [json.loads(line) for line in into.read_text().splitlines()]
         shown += rows
         if not arguments.quick:
-            here = rows[0]["machine"]["device"]
-            others = [
-                row
-                for row in measuring.kept(question)
-                if row["model"] != name or (by_computer and row["machine"]["device"] != here)
-            ]
+            others = [row for row in measuring.kept(question) if row["model"] != name or not replaceable(row)]
             measuring.keep(question, {}, _in_order(others + rows))
     if shown:
         print(table(shown))

@@ -97,17 +97,9 @@ def wide(found: tuple[float, float, float]) -> float:
     return max(middle - low, high - middle)
 
 
-def by_computer(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each computer, by its name, in the order in which they are kept."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["machine"]["device"], []).append(row)
-    return found
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """As Markdown, of each computer by itself."""
-    told = by_computer(rows)
+    told = measuring.by_computer(rows)
     if len(told) == 1:
         return _table(rows)
     return "\n\n".join(f"On {computer}: {_table(own)}" for computer, own in told.items())

@@ -34,6 +34,7 @@ from memfit.hardware.efficiency import Kind, Work, work_seconds
 from memfit.hardware.machine import known_machine
 from memfit.meter import metered
 from memfit.planning import planning_of
+from memfit.values.trace import Phase
 from models import case
 from models.outcome import measured_peak
 
@@ -666,6 +667,9 @@ def test_a_run_that_got_new_pages_from_the_system_is_not_counted(
     kernels = [op for op in trace.operations if op.key in costs and op.times == 1.0]
     assert kernels
     assert all(op.seconds == pytest.approx(25e-3) for op in kernels)  # as it will be in training
+    of_a_pass = sum(op.phase is not Phase.OPTIMIZER for op in kernels)
+    assert 0 < of_a_pass < len(kernels)
+    assert trace.fresh_memory_seconds == pytest.approx(10e-3 * of_a_pass)
 
 
 @pytest.mark.parametrize("faults_each", [1, 0], ids=["from the system", "in a hole"])

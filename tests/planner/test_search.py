@@ -74,16 +74,27 @@ def planning(
 
 
 def search(
-    *, fixed: int | None = None, splits: bool = True, extra: int = 0, overhead: float = 0.05
+    *,
+    fixed: int | None = None,
+    splits: bool = True,
+    extra: int = 0,
+    overhead: float = 0.05,
+    fresh: Callable[[int], float] = lambda _: 0.0,
 ) -> tuple[Planning, list[int]]:
-    """A search over `sized` chains, and the list of what it captured."""
+    """A search over `sized` chains, and the list of what it captured.
+
+    Args:
+        fixed, splits, extra, overhead: of the model and the request.
+        fresh: of so many micro-batches, the share of the seconds of each that large blocks take.
+    """
     asked: list[int] = []
 
     def trace_of(choices: Choices) -> Trace:
         parts = choices.micro_batches
         assert parts not in asked, "captured twice"
         asked.append(parts)
-        return replace(sized(parts, overhead=overhead), changed_buffer_bytes=extra)
+        trace = replace(sized(parts, overhead=overhead), changed_buffer_bytes=extra)
+        return replace(trace, fresh_memory_seconds=fresh(parts) * trace.pass_seconds)
 
     how = Weighting("samples") if splits else Weighting(None, "batch norm sees the whole batch")
     return planning(trace_of, how, fixed=fixed, candidates=(Choices(),)), asked
@@ -180,6 +191,33 @@ def test_parts_are_taken_where_they_are_faster_than_rerunning() -> None:
     plan = dear.plan(dear.plain_peak() * 8 // 10)
     assert plan.choices.micro_batches == 1
     assert any(text.startswith("2 micro-batches:") for text in plan.rejected)
+
+
+def test_a_batch_that_fits_is_divided_where_large_blocks_take_longer_than_dividing() -> None:
+    """Else more bytes would make it slower. From two micro-batches on blocks are small, so no further ones are looked at."""
+    made, asked = search(overhead=-0.2, fresh=lambda parts: 0.3 if parts == 1 else 0.0)
+    for budget in (made.plain_peak(), 1 << 40):
+        plan = made.plan(budget)
+        assert (plan.choices.micro_batches, plan.script.plain) == (2, True)
+        (note,) = (note for note in plan.notes if "undivided" in note)
+        assert 'fixed={"micro_batches": 1}' in note
+    assert asked == [1, 2]
+    below = made.plan(made.plain_peak() - SLACK_BYTES - 1)
+    assert below.choices.micro_batches == 2
+    assert not any("undivided" in note for note in below.notes)  # it does not fit
+
+
+@pytest.mark.parametrize(
+    ("overhead", "share", "looked_at"), [(-0.2, 0.02, [1]), (0.05, 0.3, [1, 2])], ids=["few blocks", "slower"]
+)
+def test_a_batch_that_fits_is_left_whole_where_that_is_as_fast(
+    overhead: float, share: float, looked_at: list[int]
+) -> None:
+    made, asked = search(overhead=overhead, fresh=lambda parts: share if parts == 1 else 0.0)
+    plan = made.plan(made.plain_peak())
+    assert plan.choices.micro_batches == 1
+    assert not any("undivided" in note for note in plan.notes)
+    assert asked == looked_at
 
 
 def test_parts_that_change_the_result_are_rejected_with_the_reason() -> None:

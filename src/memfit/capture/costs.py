@@ -17,7 +17,7 @@ from memfit.capture.generator_states import GENERATOR_STATE
 from memfit.capture.gloo_time import core_sharing, seconds_among
 from memfit.capture.host_time import BEFORE, ELSEWHERE, HostTime, touched_since
 from memfit.hardware.topology import Topology
-from memfit.values.trace import BEFORE_STEP, FILLS_REDUCTION, Category, Storage, Trace
+from memfit.values.trace import BEFORE_STEP, FILLS_REDUCTION, Category, Phase, Storage, Trace
 
 # Operations in which `fully_shard` puts parameters or gradients together for a collective; besides those they read what they write into.
 _BEFORE_COLLECTIVES: Final = ("fsdp.all_gather_copy_in", FILLS_REDUCTION)
@@ -90,6 +90,7 @@ def with_costs(
     operations = []
     notes = list(trace.notes)
     together = 0  # parameters of the next collective
+    fresh = 0.0  # of getting large blocks from the system
     sharing = core_sharing(network)
     lately: deque[float] = deque(maxlen=BEFORE)  # seconds of the operations right before
     emptied: deque[float] = deque(maxlen=PREPARING)  # of the caches, before each of some operations
@@ -118,6 +119,8 @@ def with_costs(
         # Of what the caches lack for it, the cold time has its code, too.
         seconds = cost.in_a_step + (host.added_after(since, op) if cost.cold_seconds is None else 0.0)
         seconds = sharing * (seconds + cost.faults * host.fault)
+        if op.phase is not Phase.OPTIMIZER:
+            fresh += op.times * sharing * cost.faults * host.fault
         workspace = 0 if captured.calls[op.key].metered else cost.workspace_bytes + hidden
         lately.append(op.times * seconds)
         operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))
@@ -158,6 +161,7 @@ def with_costs(
         seconds_are=seconds_are,
         device=device,
         notes=tuple(notes),
+        fresh_memory_seconds=fresh,
         drawn_bytes=tuple(map(tuple, drawn)),
         paths=tuple(map(priced, trace.paths)),
         first=None if trace.first is None else priced(trace.first),

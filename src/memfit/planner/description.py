@@ -16,9 +16,10 @@ from memfit.planner.solution import Solution
 from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, Solvers
 from memfit.planner.timeline import Recomputations, Timeline
+from memfit.step.freed_memory import GIVEN_BACK_BYTES
 from memfit.techniques.choices import Choices, in_words, named
 from memfit.techniques.sharding import at_rank, way_of
-from memfit.units import format_bytes
+from memfit.units import format_bytes, format_seconds
 from memfit.values.plan import Plan
 from memfit.values.prediction import ModuleSaving, Prediction, RankPrediction, TierUse
 from memfit.values.script import TIERS, FirstForward, Script
@@ -114,6 +115,7 @@ def describe(
         notes=(
             *trace.notes,
             *_on_parts(solvers, trace),
+            *_undivided(solvers, found, budget_bytes),
             *_reserved(prediction, budget_bytes, room_bytes),
             *_drawn(prediction, trace),
             *_several(trace, prediction, budget_bytes),
@@ -353,6 +355,22 @@ def _each_its_own(
 def _on_paths(solver: Solver, solution: Solution) -> list[int]:
     """Peaks on every path that was seen; 0 where there is one alone."""
     return solver.draws.on_paths(solution.recomputations) if solver.trace.paths else [0]
+
+
+def _undivided(solvers: Solvers, found: Found, budget_bytes: int) -> tuple[str, ...]:
+    """That the batch fits as a whole, too, where it is divided to be faster alone."""
+    first = solvers.numbers()[0]
+    if found.number == first or not found.worth_no_more():
+        return ()
+    solver = solvers.of(first, found.candidate)
+    whole = Found(found.candidate, first, solver, solver.plain)
+    if not solvers.fits_undropped(solver, budget_bytes) or not whole.waits_for_blocks():
+        return ()
+    note = (
+        f"undivided the batch fits, too, and a step takes {format_seconds(whole.seconds - found.seconds)} more, since blocks of "
+        f'{format_bytes(GIVEN_BACK_BYTES)} and more come from the system anew in each step: fixed={{"micro_batches": 1}}'
+    )
+    return (note,)
 
 
 def _reserved(prediction: Prediction, budget_bytes: int, room_bytes: int) -> tuple[str, ...]:

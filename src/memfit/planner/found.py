@@ -13,6 +13,9 @@ from memfit.units import format_bytes, format_seconds
 
 # A candidate with more techniques must be faster by this factor: with fewer, results are closer to those of plain PyTorch (a single batch is bit-equal).
 WORTH_MORE: Final = 1.01
+# Share of a step that getting large blocks from the system has to take, for more micro-batches to be looked at where nothing is dropped: results are no longer
+# bit-equal then, and predicted seconds are not known to fewer percent.
+WORTH_DIVIDING: Final = 0.03
 
 
 class Reason(StrEnum):
@@ -69,6 +72,11 @@ class Found:
     def worth_no_more(self) -> bool:
         """Whether recomputation and offloading cost so little in this plan that avoiding them would not be worth another choice."""
         return self.solver.trace.micro_batches * self.solution.seconds <= (WORTH_MORE - 1) * self.seconds
+
+    def waits_for_blocks(self) -> bool:
+        """Whether large blocks, which come from the system anew each time, take so much of a step that smaller ones may be worth another choice."""
+        trace = self.solver.trace
+        return trace.micro_batches * trace.fresh_memory_seconds > WORTH_DIVIDING * self.seconds
 
     def slower(self) -> Rejection:
         """Why it is not taken."""

@@ -9,7 +9,7 @@ Nothing here runs a model or remembers other budgets: a plan depends on the bund
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -22,7 +22,6 @@ from memfit.planner.offloading import why_nothing_is_offloaded
 from memfit.planner.optimistic import least_bytes
 from memfit.planner.pruning import adds_to_any, why_hopeless
 from memfit.planner.savings import savings, slower_notes
-from memfit.planner.solver import Solver
 from memfit.planner.solvers import SLACK_BYTES, MissingTrace, RefusedError, Solvers
 from memfit.techniques.choices import Choices, in_words, named
 from memfit.units import format_bytes, format_seconds
@@ -94,7 +93,7 @@ def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejec
             hopeless.append(candidate)
             continue
         try:
-            best = _weigh_one(solvers, candidate, budget_bytes, best, rejected, needed)
+            best = _weigh_one(solvers, candidate, budget_bytes, best, rejected, needed, solvers.numbers())
         except RefusedError as error:
             if len(bundle.candidates) == 1:
                 raise
@@ -103,7 +102,19 @@ def weigh(solvers: Solvers, budget_bytes: int) -> tuple[Found | None, list[Rejec
             later = bundle.candidates[position + 1 :]
             missing.further = sum(why_hopeless(solvers, each, budget_bytes, best, needed) is None for each in later)
             raise
-    return best, rejected
+    return _in_smaller_blocks(solvers, budget_bytes, best, rejected), rejected
+
+
+def _in_smaller_blocks(
+    solvers: Solvers, budget_bytes: int, best: Found | None, rejected: list[Rejection]
+) -> Found | None:
+    """The best plan in more micro-batches than it needs, as long as that is faster: large blocks take much of its step, and small ones are kept."""
+    while best is not None and best.worth_no_more() and best.waits_for_blocks():
+        further, before = [number for number in solvers.numbers() if number > best.number], best
+        best = _weigh_one(solvers, best.candidate, budget_bytes, best, rejected, {}, further[:1])
+        if best is before:
+            break
+    return best
 
 
 def _weigh_one(
@@ -113,8 +124,9 @@ def _weigh_one(
     best: Found | None,
     rejected: list[Rejection],
     needed: dict[Choices, int],
+    numbers: Sequence[int],
 ) -> Found | None:
-    """The best of what was found and what this candidate gives, its micro-batches searched upwards.
+    """The best of what was found and what this candidate gives, searched upwards through these numbers of micro-batches.
 
     What is rejected is added to `rejected`, and bytes that it needs in all numbers of micro-batches to `needed` where it fits in none.
     """
@@ -124,7 +136,7 @@ def _weigh_one(
     needs: dict[int, int] = {}  # bytes, by the numbers in which nothing fits
     most = solvers.numbers()[-1]
     all_tried = True  # numbers that could help
-    for number in solvers.numbers():
+    for number in numbers:
         if number > 1:
             how, reason = solvers.weights()
             if how is None:
@@ -148,7 +160,7 @@ def _weigh_one(
             rejected.append(Rejection(name, Reason.CANNOT_WIN, why))
             all_tried = False
             break
-        solution = solver.plain if _fits_undropped(solvers, solver, budget_bytes) else solver.fitting(capacity)
+        solution = solver.plain if solvers.fits_undropped(solver, budget_bytes) else solver.fitting(capacity)
         if solution is None:
             needs[number] = solver.needed_here(solver.least_here())
             held = least_bytes(solver) + solvers.extra_bytes
@@ -203,18 +215,13 @@ def _as_dividing_goes_on(needs: Mapping[int, int], most: int) -> float:
     return needed_by_more - each * (1 / more - 1 / most)
 
 
-def _fits_undropped(solvers: Solvers, solver: Solver, budget_bytes: int) -> bool:
-    """Whether a step fits with nothing dropped."""
-    return solver.plain.peak <= budget_bytes and solvers.budget_for(solver, solver.plain) <= budget_bytes
-
-
 def _needed_in(solvers: Solvers, candidate: Choices, number: int, budget_bytes: int) -> int:
     """Bytes that a candidate needs in a number of micro-batches, on the rank that is captured first; 0 where it fits undropped, or cannot run so."""
     try:
         solver = solvers.of(number, candidate)
     except RefusedError:
         return 0
-    return 0 if _fits_undropped(solvers, solver, budget_bytes) else solver.needed_here(solver.least_here())
+    return 0 if solvers.fits_undropped(solver, budget_bytes) else solver.needed_here(solver.least_here())
 
 
 def _nothing_to_offload(solvers: Solvers) -> list[Rejection]:

@@ -231,6 +231,10 @@ class Solvers:
         slack = SLACK_BYTES if solution.recomputations or solver.trace.choices.streamed else 0
         return solver.needed(solution) + self.extra_bytes + slack
 
+    def fits_undropped(self, solver: Solver, budget_bytes: int) -> bool:
+        """Whether a step fits with nothing dropped."""
+        return solver.plain.peak <= budget_bytes and self.budget_for(solver, solver.plain) <= budget_bytes
+
     def plain_peak(self) -> int:
         """Budget in which the step runs as PyTorch runs it, in the baseline's micro-batches."""
         solver = self.baseline

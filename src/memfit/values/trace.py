@@ -20,7 +20,7 @@ from memfit.errors import PlanFileError
 from memfit.garbage import uncollected
 from memfit.techniques.choices import Choices
 
-FORMAT_VERSION: Final = 12
+FORMAT_VERSION: Final = 13
 # What Python and autograd take longer beside an operation where kernels have driven them out of the caches, over what the engine does that follows it. Found on
 # one computer, from steps of GPT, Llama, ViT, T5 and both BERTs in one part and in several (docs/design/log.md).
 BETWEEN: Final = 0.1
@@ -201,6 +201,8 @@ class Trace:
         python_seconds: host seconds between an operation and the next, with warm caches: of modules and autograd; on a GPU, as far as the GPU waits for them.
         noted_seconds: that the engine takes once a step, whatever its plan: notes of what a step may change, so that it can be undone.
         counted_seconds: that it takes for each micro-batch, whatever its plan: calls of modules are counted.
+        fresh_memory_seconds: of a micro-batch's forward and backward, what it takes to get large blocks from the system each time, on a CPU. Smaller
+            micro-batches make smaller blocks, which the process keeps.
         changed_buffers: names of the buffers that forward writes (running statistics); the engine keeps a copy of each, to put back when a step fails.
         changed_buffer_bytes: of these copies.
         clip_norm: gradient clipping that the step includes.
@@ -238,6 +240,7 @@ class Trace:
     python_seconds: float = 0.0
     noted_seconds: float = 0.0
     counted_seconds: float = 0.0
+    fresh_memory_seconds: float = 0.0
     changed_buffers: tuple[str, ...] = ()
     changed_buffer_bytes: int = 0
     clip_norm: float | None = None

@@ -114,7 +114,10 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written; 0 of one made in inference mode, whose writes nobody counts."""
-    return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - the count of writes has no public name
+    try:
+        return tensor._version  # noqa: SLF001 - the count of writes has no public name
+    except RuntimeError:  # asked beforehand, thousands of tensors in each step would take twice as long
+        return 0
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:

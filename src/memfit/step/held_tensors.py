@@ -79,11 +79,16 @@ def tensors_within(values: Iterable[Any]) -> list[torch.Tensor]:
     waiting = list(values)[::-1]
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
+        if id(value) in seen:
             continue
         seen.add(id(value))
+        # What an optimizer's state consists of comes first: it has thousands of each, in every step.
         if isinstance(value, torch.Tensor):
             found.append(value)
+        elif isinstance(value, dict):
+            waiting += reversed(value.values())
+        elif isinstance(value, (torch.nn.Module, type)):
+            continue
         elif isinstance(value, (list, tuple, set, deque)):
             waiting += list(value)[::-1]
         elif isinstance(value, Mapping):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn import functional
 import memfit
 import small
 from memfit import batches
+from memfit.engine import compiled
 from memfit.sharding.pipelined import PipelinedModel
 from models import calls
 from models.padded import LENGTH, Padded, loss_of, tokens
@@ -231,7 +233,9 @@ def run(
         losses = [engine.step(own).loss for _ in range(steps_taken)]
         parameters = {name: p.detach().clone() for name, p in sharded.named().items()}
         whole = sharded.whole()
-        records = [engine.step(own, meter=True) for _ in range(4)]
+        # As predicted: followed as a whole, a forward's numbers (`x + 0.5`) take 8 bytes more than in stretches that are left alone.
+        with patch.object(compiled, "CONFIRMED_EVERY", 0):
+            records = [engine.step(own, meter=True) for _ in range(4)]
         assert not any(record.divergences for record in engine.records)
         assert all(record.recomputations == records[0].recomputations for record in records)
         peak = min(record.peak_bytes or 0 for record in records)

@@ -28,6 +28,8 @@ OPTIMIZERS: dict[str, Any] = {
     **steps.OPTIMIZERS,
     "one by one": partial(torch.optim.AdamW, fused=False, foreach=False),
     "at once": partial(torch.optim.AdamW, foreach=True),
+    # For random programs, some of which leave all bounds in a step that is a hundred times as large.
+    "slow sgd": partial(torch.optim.SGD, lr=0.001, momentum=0.9),
 }
 SAMPLES = 32  # of all ranks
 

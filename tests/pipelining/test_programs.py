@@ -42,14 +42,14 @@ def test_random_chains_in_stages_train_as_on_one_device_and_hold_what_is_predict
     setting = Random(seed).choice(["gpipe/2", "1f1b/2", "interleaved/2"])
     own = steps.part_of(sample, 0, 2)
     fixed = {"sharding": setting, "micro_batches": MICRO_BATCHES}
-    roomy = memfit.plan(model, own, loss_fn, 1 << 40, steps.sgd, devices=2, fixed=fixed)
+    roomy = memfit.plan(model, own, loss_fn, 1 << 40, running.OPTIMIZERS["slow sgd"], devices=2, fixed=fixed)
     exact = not any("fake tensors alone" in note for note in roomy.notes)
     least = memfit.smallest_budget(roomy)
     between = (least + roomy.prediction.peak_bytes) // 2
     plans = [roomy, memfit.replan(roomy, between), memfit.replan(roomy, least)]
     gradients, loss = on_one_device(seed)
     coarse = IN_16_BITS if any(isinstance(part, Halved) for part in model.parts) else 0.0
-    ran = running.together(2, running.run, [plan.to_json() for plan in plans], partial(staged, seed), "sgd")
+    ran = running.together(2, running.run, [plan.to_json() for plan in plans], partial(staged, seed), "slow sgd")
     for number, plan in enumerate(plans):
         seen: set[str] = set()
         for of_rank in (each[number] for each in ran):

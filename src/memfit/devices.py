@@ -32,6 +32,7 @@ from memfit.techniques.sharding import (
     ONE_UNIT,
     PIPELINES,
     WAYS,
+    Pipelines,
     at_rank,
     is_one_unit,
     is_pipeline,
@@ -223,11 +224,14 @@ def _ways(asked: str, ranks: int, *, one_unit: bool) -> tuple[str, ...]:
     unknown = way not in (*WAYS, *PIPELINES, ANY_PIPELINE) or (way in WAYS and "+" in asked and not whole)
     if way and unknown:
         known = _ELSEWHERE.get(re.sub(r"[^a-z0-9]", "", way.lower()))
-        meant = "" if known is None else f"; memfit's name for {way} is {known!r}"
+        meant = "" if known in {None, way} else f"; memfit's name for {way} is {known!r}"
+        if "+" in asked:
+            meant += f"; of what has a + there are {ONE_UNIT!r} and pipelines such as {str(Pipelines('1f1b', 2, 2, shards_state=True))!r}"
         raise InputError(f"fixed sharding={asked!r}: there is {listed((*WAYS, *PIPELINES, ANY_PIPELINE))}{meant}")
     if way in WAYS and "/" in asked and way_of(asked)[1] != ranks:
         raise InputError(
-            f"fixed sharding={asked!r}: {ranks} devices make {setting_of(ONE_UNIT if whole else way, ranks)!r}"
+            f"fixed sharding={asked!r} is for {way_of(asked)[1]} devices, and there are {ranks}: write "
+            f"{setting_of(ONE_UNIT if whole else way, ranks)!r}, or name as many devices"
         )
     if whole:
         return (setting_of(ONE_UNIT, ranks),)

@@ -112,7 +112,9 @@ def test_what_is_wrong_is_told_with_line_and_key(tmp_path: Path, text: str, line
 
 
 def test_a_file_that_is_none_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the machine file .*: No such file"):
+    with pytest.raises(
+        ConfigError, match="cannot read the machine file .*: No such file or directory: give the path of one"
+    ):
         read_machine_file(tmp_path / "none.yaml", HERE)
     with pytest.raises(ConfigError, match="line 2: the key 'devices' is given twice"):
         read_machine_file(written(tmp_path, "devices: []\ndevices: []\n"), HERE)

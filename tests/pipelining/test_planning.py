@@ -361,15 +361,19 @@ def test_stages_that_share_a_device_run_something_again_where_each_alone_would_f
 @pytest.mark.parametrize(
     ("fixed", "named", "says"),
     [
-        ({"sharding": "1f1b/3"}, {}, r"4 devices make '1f1b/4', '1f1b/2x2', '1f1b/2x2\+zero1'"),
-        ({"sharding": "interleaved/3"}, {}, "4 devices make 'interleaved/4', 'interleaved/2x2'"),
+        (
+            {"sharding": "1f1b/3"},
+            {},
+            r"is nothing that 4 devices can form: write one of '1f1b/4', '1f1b/2x2', '1f1b/2x2\+zero1', or name",
+        ),
+        ({"sharding": "interleaved/3"}, {}, "4 devices can form: write one of 'interleaved/4', 'interleaved/2x2'"),
         (
             {"sharding": "interleaved/4"},
             {},
             "8 stages need as many parts, and the model has 5: take fewer devices, or fewer stages on each",
         ),
-        ({"sharding": "gpipe/4+zero1"}, {}, "4 devices make 'gpipe/4', 'gpipe/2x2'"),
-        ({"sharding": "pipeline+zero2"}, {}, "4 devices make '1f1b/4', '1f1b/2x2'"),
+        ({"sharding": "gpipe/4+zero1"}, {}, "4 devices can form: write one of 'gpipe/4', 'gpipe/2x2'"),
+        ({"sharding": "pipeline+zero2"}, {}, "4 devices can form: write one of '1f1b/4', '1f1b/2x2'"),
         (
             {"sharding": "ring"},
             {},

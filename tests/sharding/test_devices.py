@@ -339,8 +339,11 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
     for elsewhere, here in (("fsdp", "zero3"), ("DDP", "data"), (3, "zero3"), ("ZeRO-2", "zero2"), ("1F1B", "1f1b")):
         with pytest.raises(memfit.InputError, match=f"memfit's name for {elsewhere} is '{here}'"):
             planned(2, fixed={"sharding": elsewhere})
+    for joined in ("zero2/2+whole", "zero1+pipeline"):  # of which each word is a name of memfit's
+        with pytest.raises(memfit.InputError, match="'pipeline'; of what has a [+] there are 'zero2[+]whole' and"):
+            planned(2, fixed={"sharding": joined})
     for other in ("zero2", ONE_UNIT):
-        with pytest.raises(memfit.InputError, match=re.escape(f"2 devices make '{other}/2'")):
+        with pytest.raises(memfit.InputError, match=re.escape(f"is for 4 devices, and there are 2: write '{other}/2'")):
             planned(2, fixed={"sharding": f"{other}/4"})
     with pytest.raises(memfit.InputError, match="of 2 ranks the last one is 1"):
         way_of("zero3/2@2")

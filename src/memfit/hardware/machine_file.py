@@ -125,7 +125,9 @@ def read_machine_file(path: str | Path, here: Machine) -> Topology:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"cannot read the machine file {path}: {reason}") from error
+        raise ConfigError(
+            f"cannot read the machine file {path}: {reason}: give the path of one, or name devices that are alike in a few words, as 4x24GiB"
+        ) from error
     try:
         data = yaml_reader.parse(text)
     except yaml.YAMLError as error:

@@ -70,9 +70,8 @@ def devices_of(text: str | int, here: Machine) -> Topology:
 
 def _of_no_form(text: str | int) -> InputError:
     return InputError(
-        f'devices={text!r}: write how many and what, as "4x24GiB", "4xh100", "4x24GiB@50GB/s" or "2x8xh100@360GB/s,400GB/s", or name a machine file '
-        "(machines.yaml), as for devices of several kinds. Devices such as the model's are a number alone, as 4; which of them a process has says where its "
-        "model is"
+        f'devices={text!r}: write how many and what, as "4x24GiB", "4xh100", "4x24GiB@50GB/s" or "2x8xh100@360GB/s,400GB/s"; a number alone, as 4, for '
+        "as many as the one that the model is on; or the path of a machine file (machines.yaml) for devices of several kinds"
     )
 
 

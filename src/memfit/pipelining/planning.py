@@ -29,6 +29,7 @@ from memfit.techniques.accumulation import ACCUMULATION
 from memfit.techniques.choices import Choices, in_words
 from memfit.techniques.freezing.freeze import frozen
 from memfit.techniques.sharding import PIPELINES, SHARDED_STATE, Pipelines
+from memfit.techniques.technique import listed
 from memfit.units import format_bytes, format_seconds
 from memfit.values.pipeline import PipelinePlan
 from memfit.values.plan import Plan
@@ -81,7 +82,9 @@ def settings_for(asked: str, ranks: int) -> tuple[str, ...]:
     else:
         found = [one for one in made if not plus or (one.shards_state and sharded == SHARDED_STATE)]
     if not found:
-        raise InputError(f"fixed sharding={asked!r}: {ranks} devices make {', '.join(repr(str(one)) for one in made)}")
+        raise InputError(
+            f"fixed sharding={asked!r} is nothing that {ranks} devices can form: write one of {listed(map(str, made))}, or name as many devices as it takes"
+        )
     return tuple(map(str, found))
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,6 +76,10 @@ def weighed() -> steps.Built:
 
 def few_rows() -> steps.Built:
     return small.chain(2), small.rows(4), small.squared_error
+
+
+def many_rows() -> steps.Built:
+    return small.chain(4), small.rows(SAMPLES), small.squared_error
 
 
 def tied() -> steps.Built:
@@ -271,6 +276,34 @@ def undivided(
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     losses, parameters = steps.alone(build, optimizer, clip_norm=clip_norm)
     return gradients, losses, dict(zip((n for n, _ in model.named_parameters()), parameters, strict=True))
+
+
+class EitherWay(nn.Module):
+    """Calls its layers the other way round where the batch has a number that is far below zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers) if bool((x < -1000).any()) else self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def either_way() -> steps.Built:
+    torch.manual_seed(0)
+    return EitherWay(), torch.randn(16, 32), lambda model, batch: model(batch).square().mean()
+
+
+def turned_round_on(rank: int, first: int, data: dict[str, Any]) -> tuple[str, float]:
+    """What is said of a step whose batch has such a number on this rank and those after it, and the loss of the next, which has none."""
+    model, sample, loss_fn = either_way()
+    engine = memfit.apply(memfit.Plan.from_json(data), model, loss_fn, OPTIMIZERS["sgd"])
+    own = steps.part_of(sample, rank, 4).clone()
+    with pytest.raises(memfit.InputError) as told:
+        engine.step(own - 1e4 if rank >= first else own)
+    return str(told.value), engine.step(own).loss
 
 
 class Averaging(nn.Module):

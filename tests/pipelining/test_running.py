@@ -325,6 +325,26 @@ def test_a_batch_that_cannot_be_run_is_told_on_all_ranks() -> None:
     assert told == f"rank 0 refuses its batch, and no rank takes the step: {own}"
 
 
+def test_a_batch_that_one_of_two_pipelines_cannot_run_is_told_on_the_ranks_of_both() -> None:
+    """Fifteen samples for micro-batches of four: five of three, which two ranks cannot run in rounds of two. The other pipeline has sixteen."""
+    plan = planned(running.many_rows, 4, "interleaved/2x2", "sgd", fixed={"micro_batches": 4})
+    found = running.together(
+        4, running.of_another_size, plan.to_json(), running.many_rows, [(7, 8, 8, 8), (8, 8, 8, 8), (8, 8, 8, 7)]
+    )
+    for told in found:
+        assert len(told) == 2
+        assert all("and a pipeline's batch of 15 samples does not divide into them" in each for each in told)
+
+
+def test_a_forward_that_one_of_two_pipelines_cannot_run_is_told_on_the_ranks_of_both() -> None:
+    plan = planned(running.either_way, 4, "1f1b/2x2", "sgd", fixed={"micro_batches": 2})
+    found = running.together(4, running.turned_round_on, 2, plan.to_json())
+    for rank, (told, loss) in enumerate(found):
+        assert told.endswith("the forward calls layers.3 where it called layers.0 when it was planned for: plan again")
+        assert told.startswith("rank 2 cannot run its stages, so no rank takes the step") == (rank < 2)
+        assert loss == found[0][1] > 0
+
+
 BUILDS = [running.sequential, running.decoder, running.tied, running.encoder_decoder, running.resnet]
 
 

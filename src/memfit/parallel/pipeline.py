@@ -237,6 +237,8 @@ class Pipeline(PipelinedModel):
                 raise BatchError(
                     f"the parts of a pipeline's batch differ in more than their number of samples ([{shapes}]): pad them to one length"
                 )
+            # Of each pipeline on all ranks: one that cannot run its batch would leave the others waiting.
+            self._micro_batches(sum(map(batches.planned_size, parts)))
         own = [each for each, pipeline in told if pipeline == self._pipeline_number()]
         self._whole = WholeBatch(self._pipeline, [batches.planned_size(each) for each in own])
         micro_batches = self._split(self._whole.together(batch))
@@ -244,9 +246,11 @@ class Pipeline(PipelinedModel):
         calls = self._calls_of_all(micro_batches[0])
         counted = batches.counted_leaf(self.division.weights)
         read = [calls.leaves_read(*self._range(stage), counted) for stage in range(len(self.division.ends.ends))]
-        # Ranks have looked at one batch, but each at its own model: they send by what all of them have seen.
-        of_ranks, digests = zip(*self._among.of_all((read, calls.digest)), strict=True)
-        check_same_loss({self._global(rank): digest for rank, digest in enumerate(digests)})
+        # Ranks of a pipeline have looked at one batch, but each at its own model: they send by what all of them have seen.
+        seen = self.agreement.of_all((self._pipeline_number(), read, calls.digest))
+        for number in sorted({pipeline for pipeline, *_ in seen}):
+            check_same_loss({rank: digest for rank, (pipeline, _, digest) in enumerate(seen) if pipeline == number})
+        of_ranks = [each for pipeline, each, _ in seen if pipeline == self._pipeline_number()]
         self._whole.read = [frozenset().union(*of_stage) for of_stage in zip(*of_ranks, strict=True)]
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
         ends = self.division.ends.in_micro_batches(len(micro_batches))
@@ -261,7 +265,12 @@ class Pipeline(PipelinedModel):
 
     def _split(self, batch: Batch) -> list[Batch]:
         """Micro-batches of one size, no larger than planned."""
-        total, ends, ranks = self._whole.samples, self.division.ends, self._pipeline.size()
+        number = self._micro_batches(self._whole.samples)
+        return batches.sliced(batch, [self._whole.samples // number] * number) if number > 1 else [batch]
+
+    def _micro_batches(self, total: int) -> int:
+        """How many there are of so many samples."""
+        ends, ranks = self.division.ends, self._pipeline.size()
         fitting = (n for n in range(1, total + 1) if total % n == 0 and total // n <= ends.micro_batch_size)
         number = next(
             (n for n in fitting if ends.schedule is not Schedule.INTERLEAVED or n % max(1, n // ranks) == 0), 0
@@ -271,7 +280,7 @@ class Pipeline(PipelinedModel):
                 f"interleaved stages run rounds of {ranks} micro-batches of at most {ends.micro_batch_size} samples, and a pipeline's batch of {total} samples "
                 f'does not divide into them: leave it out (data.drop_last: true in a run file), or plan with fixed={{"sharding": "1f1b/{ranks}"}}'
             )
-        return batches.sliced(batch, [total // number] * number) if number > 1 else [batch]
+        return number
 
     def _calls_of_all(self, micro_batch: Batch) -> PartCalls:
         """As `_calls_of`; where one rank cannot run it, all of them raise."""
@@ -280,10 +289,10 @@ class Pipeline(PipelinedModel):
             calls = self._calls_of(micro_batch)
         except MemfitError as error:
             failed = error
-        first = self._among.others_error(failed)
+        first = self.agreement.others_error(failed)
         if first is not None:
             rank, reason = first
-            raise InputError(f"rank {self._global(rank)} cannot run its stages, so no rank takes the step: {reason}")
+            raise InputError(f"rank {rank} cannot run its stages, so no rank takes the step: {reason}")
         assert calls is not None, "no rank has failed"
         return calls
 

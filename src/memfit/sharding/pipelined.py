@@ -50,7 +50,7 @@ class PipelinedModel(ShardedModel):
 
         Raises:
             BatchError: the parts of the ranks of a pipeline cannot be put together; on all ranks.
-            InputError: a rank of a pipeline cannot run its stages, or runs other code than the others; on all of its ranks.
+            InputError: a rank cannot run its stages, or runs other code than others of its pipeline; on all ranks.
         """
 
     @abstractmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 from unittest import mock
 
 import pytest
@@ -19,7 +21,7 @@ from memfit.capture.part_calls import find_part_calls
 from memfit.capture.source import StepSource
 from memfit.errors import EngineError, InputError
 from memfit.parallel import placement
-from memfit.parallel.other_stages import without_other_stages
+from memfit.parallel.other_stages import OtherStages, without_other_stages
 from memfit.parallel.placement import place, placed
 from memfit.parallel.schedule import alone
 from memfit.parallel.stage_module import StageModule
@@ -309,6 +311,22 @@ def test_parameters_are_in_their_order_again_after_a_stage(part: int) -> None:
     with without_other_stages(model, calls, [(part, part + 1)]):
         assert "scale0" not in dict(model.named_parameters())
     assert ([*model.state_dict()], [name for name, _ in model.named_parameters()]) == before
+
+
+def test_parameters_that_modules_have_in_lists_as_well_are_let_go() -> None:
+    """An LSTM has them in one, `_flat_weights`: so each rank held the weights of those of all stages, and planned for them."""
+    model = nn.ModuleList(nn.LSTM(4, 4) for _ in range(2))
+    theirs, mine = cast("Sequence[nn.LSTM]", model)
+    kept = weakref.ref(theirs.weight_ih_l0), weakref.ref(mine.weight_ih_l0)
+    names = frozenset(name for name, _ in model.named_parameters() if name.startswith("1."))
+    others = OtherStages(model, ["0", "1"], [(1, 2)], names)
+    others.let_go()
+    assert kept[0]() is None
+    assert kept[1]() is mine._flat_weights[0]
+    with others.there():
+        assert theirs._flat_weights == list(theirs.parameters())
+        assert {weight.device.type for weight in theirs._flat_weights} == {"meta"}
+    assert [type(weight) for weight in theirs._flat_weights] == [Absent] * 4
 
 
 def test_what_is_changed_in_place_between_parts_is_refused() -> None:

@@ -278,6 +278,24 @@ def undivided(
     return gradients, losses, dict(zip((n for n, _ in model.named_parameters()), parameters, strict=True))
 
 
+class Recurrent(nn.Module):
+    """Each layer has its parameters in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def recurrent() -> steps.Built:
+    torch.manual_seed(0)
+    return Recurrent(), torch.randn(SAMPLES, 5, 16), lambda model, batch: model(batch).square().mean()
+
+
 class EitherWay(nn.Module):
     """Calls its layers the other way round where the batch has a number that is far below zero."""
 

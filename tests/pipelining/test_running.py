@@ -185,6 +185,14 @@ def test_two_stages_on_each_rank_train_as_one_device_does_and_hold_what_is_predi
         assert running.as_predicted([of_rank[number].peak_bytes for of_rank in ran], made)
 
 
+def test_a_rank_holds_the_weights_of_its_own_recurrent_layers_alone() -> None:
+    """They count once for each of its stages."""
+    fixed = {"micro_batches": 4}
+    plan = planned(running.recurrent, 2, "interleaved/2", "sgd", fixed=fixed)
+    ran = compared(2, running.recurrent, "sgd", [plan])
+    assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
+
+
 def test_what_one_stage_of_a_rank_reads_of_the_batch_the_other_is_not_given() -> None:
     """A mask that only the first stage reads is made in that one alone."""
     plan = planned(running.masked_first, 2, "interleaved/2", "sgd", fixed={"micro_batches": 4})

@@ -40,6 +40,16 @@ class OtherStages:
                         id(tensor) in gone if table is module._buffers else id(tensor) not in stays  # noqa: SLF001 - there is no other way to take them out
                     ):
                         self._places.append((module, table, name, tensor))
+        taken = {id(tensor): number for number, (_, _, _, tensor) in enumerate(self._places)}
+        # Of what is taken out, where a module has it in a list besides (an LSTM its `_flat_weights`), which would keep it in memory.
+        self._listed = [
+            (each, index, taken[id(tensor)])
+            for module in model.modules()
+            for each in vars(module).values()
+            if isinstance(each, list)
+            for index, tensor in enumerate(each)
+            if id(tensor) in taken
+        ]
         self._orders = [
             (table, tuple(table)) for table in {id(table): table for _, table, _, _ in self._places}.values()
         ]
@@ -50,6 +60,7 @@ class OtherStages:
             del table[name]
             # Models ask for the type or device of a weight they do not use.
             module.__dict__[name] = Absent.like(tensor, tensor.device)
+        self._list([module.__dict__[name] for module, _, name, _ in self._places])
 
     def put_back(self) -> None:
         """The model is whole again, its parameters in the order that they had: optimizers number them, and so does the model's identity."""
@@ -59,6 +70,12 @@ class OtherStages:
         for table, names in self._orders:
             for name in filter(table.__contains__, names):
                 table[name] = table.pop(name)
+        self._list([tensor for *_, tensor in self._places])
+
+    def _list(self, tensors: Sequence[Tensor]) -> None:
+        """These, by place, in the lists that modules have of them."""
+        for listed, index, number in self._listed:
+            listed[index] = tensors[number]
 
     def let_go(self) -> None:
         """Keep shapes alone, so that what is in other stages takes no memory here."""
@@ -80,6 +97,7 @@ class OtherStages:
             for (module, table, name, _), instead in zip(self._places, absent, strict=True):
                 del table[name]
                 module.__dict__[name] = instead
+            self._list(absent)
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -32,7 +32,14 @@ class Notes(SilentDisplay):
         self.may_end_early: list[bool] = []
 
     def begin(
-        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+        self,
+        step: int,
+        total_steps: int,
+        predicted_peak_bytes: int,
+        budget_bytes: int,
+        *,
+        may_end_early: bool = False,
+        fullest_bytes: int = 0,
     ) -> None:
         self.may_end_early.append(may_end_early)
 

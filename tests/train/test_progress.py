@@ -49,6 +49,16 @@ def test_lines_tell_that_training_may_end_early() -> None:
     assert stream.getvalue() == "training, step 3 to at most 5; predicted peak 2.00 MiB of 4.00 MiB\n"
 
 
+def test_where_another_rank_holds_more_than_the_one_that_shows_it_is_told() -> None:
+    """The last line of a run has the fullest rank's bytes, the lines of its steps those of rank 0."""
+    stream = io.StringIO()
+
+    PlainDisplay(stream).begin(2, 5, 2**20, 2**22, fullest_bytes=2**21)
+
+    told = "predicted peak 1.00 MiB on rank 0 and 2.00 MiB on the fullest rank, of 4.00 MiB\n"
+    assert stream.getvalue() == f"training, step 3 to 5; {told}"
+
+
 def test_a_run_without_a_step_left_says_so() -> None:
     stream = io.StringIO()
 

@@ -238,6 +238,7 @@ class _Run:
                         self._predicted(),
                         self.engine.plan.budget_bytes,
                         may_end_early=self.early is not None,
+                        fullest_bytes=self.engine.plan.prediction.peak_bytes,
                     )
                 self._steps(total, rates, log, stop)
                 if not self._asked(stop):

@@ -23,9 +23,16 @@ class Display(Protocol):
         """Something before training that takes a while, and how much of it is done (0 to 1)."""
 
     def begin(
-        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+        self,
+        step: int,
+        total_steps: int,
+        predicted_peak_bytes: int,
+        budget_bytes: int,
+        *,
+        may_end_early: bool = False,
+        fullest_bytes: int = 0,
     ) -> None:
-        """Training starts after `step` steps, in so many bytes; whether it may end before its last step."""
+        """Training starts after `step` steps, in so many bytes; whether it may end before its last step; what the fullest of several ranks is to hold."""
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
         """An optimizer step was taken; `log` when the log has a line for it."""
@@ -44,7 +51,14 @@ class SilentDisplay:
         """Nothing."""
 
     def begin(
-        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+        self,
+        step: int,
+        total_steps: int,
+        predicted_peak_bytes: int,
+        budget_bytes: int,
+        *,
+        may_end_early: bool = False,
+        fullest_bytes: int = 0,
     ) -> None:
         """Nothing."""
 
@@ -74,7 +88,14 @@ class PlainDisplay:
             self.note(text)
 
     def begin(
-        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+        self,
+        step: int,
+        total_steps: int,
+        predicted_peak_bytes: int,
+        budget_bytes: int,
+        *,
+        may_end_early: bool = False,
+        fullest_bytes: int = 0,
     ) -> None:
         """Where training starts."""
         self._total, self._predicted = total_steps, predicted_peak_bytes
@@ -82,10 +103,10 @@ class PlainDisplay:
             self.note(f"all {total_steps} steps are done: --set train.steps=... or train.epochs=... asks for more")
             return
         last = f"at most {total_steps}" if may_end_early else f"{total_steps}"
-        self.note(
-            f"training, step {step + 1} to {last}; predicted peak {format_bytes(predicted_peak_bytes)} "
-            f"of {format_bytes(budget_bytes)}"
-        )
+        peak = format_bytes(predicted_peak_bytes)
+        if fullest_bytes > predicted_peak_bytes:
+            peak += f" on rank 0 and {format_bytes(fullest_bytes)} on the fullest rank,"
+        self.note(f"training, step {step + 1} to {last}; predicted peak {peak} of {format_bytes(budget_bytes)}")
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
         """A line for each line of the log."""
@@ -133,12 +154,21 @@ class LiveDisplay:
         self._stages.update(self._task, description=text, completed=share)
 
     def begin(
-        self, step: int, total_steps: int, predicted_peak_bytes: int, budget_bytes: int, *, may_end_early: bool = False
+        self,
+        step: int,
+        total_steps: int,
+        predicted_peak_bytes: int,
+        budget_bytes: int,
+        *,
+        may_end_early: bool = False,
+        fullest_bytes: int = 0,
     ) -> None:
         """From here on the steps are shown."""
         from rich.live import Live
 
         self.close()
+        if fullest_bytes > predicted_peak_bytes:
+            self.note(f"bytes below are those of rank 0; the fullest rank is to hold {format_bytes(fullest_bytes)}")
         self._state = RunState(step, total_steps, predicted_peak_bytes, budget_bytes, may_end_early=may_end_early)
         # Drawn by the loop itself, at most ten times a second: a thread that draws would take its seconds from the steps.
         self._live = Live(console=self._console, auto_refresh=False)

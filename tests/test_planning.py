@@ -176,8 +176,14 @@ def test_streamed_layers_hold_less_in_more_micro_batches_where_a_layer_holds_mos
 def test_a_request_holds_budgets_as_given_and_in_bytes() -> None:
     totals = {"device": 1000, "host": 2000, "disk": 3000}
     made = Request.of(
-        totals.__getitem__, budget="80%", host_budget=0, disk_budget="10%", allow=["bf16"], fixed={"micro_batches": 2}
+        totals.__getitem__,
+        budget="80%",
+        host_budget=0,
+        disk_budget="10%",
+        allow=["bf16"],
+        fixed={"micro_batches": 2, "sharding": None},
     )
+    assert made.fixed == {"micro_batches": 2}  # None, as `--set fit.fixed.sharding=` gives it, leaves a choice open
     assert made.budget == TierBudget("80%", 800)
     assert made.host_budget == TierBudget(0, 0)
     assert made.disk_budget == TierBudget("10%", 300)

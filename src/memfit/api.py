@@ -86,7 +86,7 @@ def plan(
             and "in_backward": the same results, but parameters have no gradients after a step.
         freeze: patterns of module paths that are not trained, as "embeddings" or "encoder.layer.[0-3]" (`memfit.techniques.freezing`). The model is left as it
             is; `apply` freezes it.
-        fixed: choices that the search must not change, by the name of their field in `Choices`: {"micro_batches": 4}.
+        fixed: choices that the search must not change, by the name of their field in `Choices`: {"micro_batches": 4}; None leaves one open.
         clip_norm: global gradient norm to clip to.
         device: None for the device of the model, or the name of a GPU that this computer does not have ("rtx4090"): then seconds are
             estimated, and bytes are those of CUDA's kernels, which the plan's notes name.

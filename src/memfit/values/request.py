@@ -117,7 +117,7 @@ class Request:
             read(disk_budget, "disk", "disk_budget"),
             tuple(allow),
             tuple(freeze),
-            dict(fixed or _NOTHING),
+            {name: value for name, value in (fixed or _NOTHING).items() if value is not None},
             clip_norm,
             device,
             None if folder is None else str(folder),

@@ -342,6 +342,7 @@ def test_a_batch_that_one_of_two_pipelines_cannot_run_is_told_on_the_ranks_of_bo
     for told in found:
         assert len(told) == 2
         assert all("and a pipeline's batch of 15 samples does not divide into them" in each for each in told)
+        assert all(each.endswith('or plan with fixed={"sharding": "1f1b/2x2"}') for each in told)
 
 
 def test_a_forward_that_one_of_two_pipelines_cannot_run_is_told_on_the_ranks_of_both() -> None:

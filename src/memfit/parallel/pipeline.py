@@ -36,6 +36,7 @@ from memfit.step.device import device_of
 from memfit.step.part_calls import PartCalls
 from memfit.step.process_generators import generators_kept, seed_alike
 from memfit.step.program import non_finite
+from memfit.techniques.sharding import Pipelines
 from memfit.values.stages import Schedule
 
 Look = Callable[[Batch], PartCalls]
@@ -276,9 +277,11 @@ class Pipeline(PipelinedModel):
             (n for n in fitting if ends.schedule is not Schedule.INTERLEAVED or n % max(1, n // ranks) == 0), 0
         )
         if not number:
+            replicas, state = self._replicas.size(), self.division.shards_state
+            instead = Pipelines("1f1b", ranks, replicas, shards_state=state)
             raise BatchError(
                 f"interleaved stages run rounds of {ranks} micro-batches of at most {ends.micro_batch_size} samples, and a pipeline's batch of {total} samples "
-                f'does not divide into them: leave it out (data.drop_last: true in a run file), or plan with fixed={{"sharding": "1f1b/{ranks}"}}'
+                f'does not divide into them: leave it out (data.drop_last: true in a run file), or plan with fixed={{"sharding": "{instead}"}}'
             )
         return number
 

@@ -72,6 +72,12 @@ def test_only_named_links_join_where_no_others_are_told(tmp_path: Path) -> None:
     assert line.message_seconds(1, 2, 10**9) == float("inf")
 
 
+def test_links_join_devices_without_a_name_by_their_number(tmp_path: Path) -> None:
+    text = 'devices: [{memory: 1GiB, number: 2}]\nlinks:\n- {between: ["0", "1"], bandwidth: 1GB}\n'
+    line = Line.of(read_machine_file(written(tmp_path, text), replace(HERE, name="")))
+    assert line.message_seconds(0, 1, 10**9) == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "line", "told"),
     [

@@ -199,11 +199,11 @@ def _machine(entry: DeviceEntry, path: str, here: Machine) -> Machine:
 
 
 def _numbered(names: list[str]) -> dict[str, int]:
-    """Positions of devices by the names that links may use: its own where it is the only one of that name, else with its number."""
+    """Positions of devices by the names that links may use: its own where it is the only one of that name, else with its number; "0" where it has none."""
     many, seen = Counter(names), Counter[str]()
     found = {}
     for position, name in enumerate(names):
-        found[name if many[name] == 1 else f"{name} {seen[name]}"] = position
+        found[name if name and many[name] == 1 else f"{name} {seen[name]}".strip()] = position
         seen[name] += 1
     return found
 

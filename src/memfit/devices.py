@@ -303,7 +303,8 @@ def _needs_least(
 def _larger_budget(least: InfeasibleError, topology: Topology) -> tuple[Remedy, ...]:
     """The one that would do, where the devices have as much."""
     size = least.minimum_bytes
-    if size is None or size > min(device.memory_bytes for device in topology.devices):
+    # Of a device that has less, no more than it has is taken: the search of a pipeline for unequal ones has heeded that.
+    if size is None or size > max(device.memory_bytes for device in topology.devices):
         return ()
     return (Remedy.larger_budget(format_budget(size), size - least.budget_bytes),)
 
@@ -353,7 +354,10 @@ class _Planning:
                 )
             return self._pipelines[setting].plan(budget_bytes, faster_than=faster_than)
         if not self.topology.alike:
-            raise InputError("it deals out equal parts, and these devices are not alike")
+            raise InputError(
+                "equal parts are for devices that are alike, and these are not: take a pipeline over all of them, or name devices with the memory of the "
+                "smallest"
+            )
         with frozen(self.source.model, self.request.freeze):
             here = at_rank(setting, fullest(self.source.model, setting))
         settled = self.request.settling(sharding=here)

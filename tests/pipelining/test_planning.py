@@ -133,6 +133,29 @@ def test_all_of_a_pipeline_may_be_fixed() -> None:
     assert few.choices.sharding == "gpipe/4"
 
 
+@pytest.mark.slow
+def test_a_budget_that_would_do_is_told_where_one_device_has_less() -> None:
+    model, sample, loss_fn = running.short_decoder()
+    own = steps.part_of(sample, 0, 2)
+    here = replace(present_machine(torch.device("cpu")), memory_bytes=1 << 40)
+
+    def planned_in(budget: int, less: int = 1 << 40) -> memfit.Plan:
+        devices = Topology((here, replace(here, memory_bytes=less)))
+        fixed = {"micro_batches": 4, "sharding": "1f1b/2"}
+        return memfit.plan(model, own, loss_fn, budget, steps.adamw, devices=devices, fixed=fixed)
+
+    def refused(*sizes: int) -> int:
+        with pytest.raises(memfit.InfeasibleError, match="Ways out: budget=") as told:
+            planned_in(*sizes)
+        assert told.value.minimum_bytes is not None
+        return told.value.minimum_bytes
+
+    less = int(0.95 * refused(1 << 10))
+    needed = refused(1 << 10, less)
+    assert less < needed
+    assert planned_in(needed, less).prediction.peak_bytes <= needed
+
+
 def test_a_device_with_less_memory_gets_a_stage_that_fits_it() -> None:
     model, sample, loss_fn = running.short_decoder()
     own = steps.part_of(sample, 0, 2)
@@ -148,7 +171,10 @@ def test_a_device_with_less_memory_gets_a_stage_that_fits_it() -> None:
     made = of(1 << 40, lacking)
     assert made.prediction.ranks[1].peak_bytes <= lacking < made.prediction.ranks[0].peak_bytes
     assert made.prediction.step_seconds > 0.0
-    assert any(each.endswith("it deals out equal parts, and these devices are not alike") for each in made.rejected)
+    assert any(
+        ": equal parts are for devices that are alike, and these are not: take a pipeline" in each
+        for each in made.rejected
+    )
     assert f"1 such as {here.name}, with {format_bytes(lacking)}" in made.explain()
 
 

@@ -329,7 +329,9 @@ def test_what_cannot_be_shared_out_is_refused_in_a_sentence() -> None:
             planned(1, fixed={"sharding": sharding})
     with pytest.raises(memfit.InputError, match="is a pipeline, which is planned for devices that are named"):
         planned(1, fixed={"sharding": "1f1b/2x2"})
-    with pytest.raises(memfit.InputError, match="it deals out equal parts, and these devices are not alike"):
+    with pytest.raises(
+        memfit.InputError, match="equal parts are for devices that are alike, and these are not: take a pipeline"
+    ):
         planned(Topology((HERE, known_machine("h100"))), fixed={"sharding": "zero2"})
     with pytest.raises(memfit.InputError, match="is a share, and the devices have from"):
         planned(Topology((HERE, replace(HERE, memory_bytes=1 << 30))), budget="50%")

@@ -123,7 +123,8 @@ class PipelinePlanning:
         for other in range(length, len(devices)):
             if devices[other] != devices[other % length]:
                 raise InputError(
-                    f"pipelines beside each other have the same stages, and devices {other % length} and {other} are not alike"
+                    f"pipelines beside each other have the same stages, and devices {other % length} and {other} are not alike: take a pipeline over all of "
+                    "them, or list the same devices in the same order for each"
                 )
 
     def plan(self, budget_bytes: int | None = None, *, refines: bool = True, faster_than: float = math.inf) -> Plan:

@@ -59,6 +59,14 @@ def short_double() -> steps.Built:
     return model.double(), sample, loss_fn
 
 
+def half_frozen_double() -> steps.Built:
+    """In float64, of which the first half trains nothing."""
+    model = small.chain(4).double()
+    for layer in list(model)[: len(model) // 2]:
+        layer.requires_grad_(False)
+    return model, tuple(part.double() for part in small.rows(SAMPLES)), small.squared_error
+
+
 def short_tied() -> steps.Built:
     return short_decoder("tied")
 

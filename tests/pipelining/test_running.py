@@ -87,10 +87,27 @@ def test_two_ranks_train_as_one_device_does_and_hold_what_is_predicted() -> None
 
 
 def test_losses_in_float64_are_as_large_as_they_are() -> None:
-    """The schedule holds those of all micro-batches to the end of the step."""
-    plan = planned(running.short_double, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4})
+    """The schedule holds those of all micro-batches to the end of the step. The norm for clipping is in float64, too: in float32 it cost nine digits."""
+    plan = planned(running.short_double, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4}, clip_norm=0.1)
     ran = running.together(2, running.run, [plan.to_json()], running.short_double, "sgd")
     assert running.as_predicted([of_rank[0].peak_bytes for of_rank in ran], plan)
+    _, losses, parameters = running.undivided(running.short_double, "sgd", 0.1)
+    for (of_rank,) in ran:
+        assert of_rank.losses == pytest.approx(losses, rel=1e-13)
+        for name, parameter in of_rank.parameters.items():
+            torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=1e-13)
+
+
+def test_a_rank_that_trains_nothing_has_the_norm_for_clipping_in_the_others_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_at((4, 8), monkeypatch)
+    plan = planned(running.half_frozen_double, 2, "1f1b/2", "sgd", fixed={"micro_batches": 4}, clip_norm=0.1)
+    ran = running.together(2, running.run, [plan.to_json()], running.half_frozen_double, "sgd")
+    assert [bool(of_rank.gradients) for (of_rank,) in ran] == [False, True]
+    _, losses, _ = running.undivided(running.half_frozen_double, "sgd", 0.1)
+    for (of_rank,) in ran:
+        assert of_rank.losses == pytest.approx(losses, rel=1e-13)
 
 
 def cut_at(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

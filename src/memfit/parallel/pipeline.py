@@ -144,6 +144,9 @@ class Pipeline(PipelinedModel):
         self._groups = self._groups_of(set(self.shared.values()), mesh)
         self._state_names = list(model.state_dict())
         self._names = {id(p): name for name, p in model.named_parameters()}
+        # The same on all ranks, also on one that trains nothing.
+        double = any(p.dtype in {torch.float64, torch.complex128} for p in model.parameters())
+        self._norm_type = torch.float64 if double else torch.float32
         own = frozenset[str]().union(*(division.parameters[stage] for stage in self._mine))
         ranges = [ends.range_of(stage) for stage in self._mine]
         self._between = buffers_between(model, division.parts)
@@ -436,7 +439,7 @@ class Pipeline(PipelinedModel):
         """By the norm over all stages, in which a parameter of several ranks counts once."""
         mine = [p for name, p in self._trained.items() if self.stage == self._holders[name][0]]
         total = torch.nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None]).to(self.device)
-        squared = total.float().square_()
+        squared = total.to(self._norm_type).square_()
         dist.all_reduce(squared, group=self._pipeline)
         whole = squared.sqrt_()
         torch.nn.utils.clip_grads_with_norm_(self.trainable(), norm, whole)

@@ -63,7 +63,7 @@ def test_a_gpu_that_the_configuration_names_is_planned_for_and_not_trained_on(
     [
         (["--devices", "some"], 3, 'write how many and what, as "4x24GiB"'),
         (["--devices", "0x1GiB"], 3, 'write how many and what, as "4x24GiB"'),
-        (["--devices", "2x1GiB+2x2GiB"], 3, "as for devices of several kinds"),
+        (["--devices", "2x1GiB+2x2GiB"], 3, "for devices of several kinds"),
         (["--devices", "1x1GiB"], 3, "devices names one device"),
         (["--devices", "4xnosuch"], 3, "no device called"),
         (["--devices", "4x512KiB"], 3, "fit.budget: 1.00 MiB is more than the 512 KiB that each of the 4 devices has"),

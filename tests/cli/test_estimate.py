@@ -165,7 +165,7 @@ def test_a_function_with_data_is_estimated_and_told_in_narrow_lines(
             ["{folder}", "--gpu", "mps"],
             "--gpu mps: that is a device of torch, of which there is no data sheet: name a GPU",
         ),
-        (["{folder}", "--gpu", "2xh100+2x4090"], "as for devices of several kinds"),
+        (["{folder}", "--gpu", "2xh100+2x4090"], "for devices of several kinds"),
         (["{folder}", "--gpu", "4090", "--batch", "0"], "--batch 0: a whole number of at least 1 is needed"),
         (["{folder}", "--gpu", "4090", "--budget", "-3GiB"], "--budget: '-3GiB' is not a number of bytes"),
         (["{folder}", "--gpu", "4090", "--data", "a:b"], "--data goes with python:"),

@@ -18,6 +18,7 @@ from memfit.train import log, snapshot_folders, snapshots
 from memfit.train.config import TrainConfig
 from memfit.train.data import Position
 from memfit.train.early_stopping import Best, EarlyStopping, EarlyStoppingConfig
+from memfit.train.live import RunState
 from memfit.train.loop import RunOutcome, RunOutput, Validation, train
 from memfit.train.progress import SilentDisplay
 from train.fakes import FakeEngine
@@ -31,17 +32,8 @@ class Notes(SilentDisplay):
         self.notes: list[str] = []
         self.may_end_early: list[bool] = []
 
-    def begin(
-        self,
-        step: int,
-        total_steps: int,
-        predicted_peak_bytes: int,
-        budget_bytes: int,
-        *,
-        may_end_early: bool = False,
-        fullest_bytes: int = 0,
-    ) -> None:
-        self.may_end_early.append(may_end_early)
+    def begin(self, run: RunState) -> None:
+        self.may_end_early.append(run.may_end_early)
 
     def note(self, text: str) -> None:
         self.notes.append(text)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from memfit.train.live import RunState
 from memfit.train.progress import Display, LiveDisplay, PlainDisplay, described, display
 from memfit.values.report import StepRecord
 
@@ -18,7 +19,7 @@ def tell(shown: Display) -> None:
     shown.stage("planning [red]", 0.2)
     shown.stage("planning [red]", 0.9)
     shown.note("a note on [/tmp/x]")
-    shown.begin(2, 5, 2**21, 2**22)
+    shown.begin(RunState(2, 5, 2**21, 2**22))
     shown.step(RECORD, 1e-3, log=True)
     shown.step(StepRecord(4, 0.2, 0.1), 1e-3, log=False)
     shown.close()
@@ -44,7 +45,7 @@ def test_lines_are_written_for_what_is_new_and_what_is_logged() -> None:
 def test_lines_tell_that_training_may_end_early() -> None:
     stream = io.StringIO()
 
-    PlainDisplay(stream).begin(2, 5, 2**21, 2**22, may_end_early=True)
+    PlainDisplay(stream).begin(RunState(2, 5, 2**21, 2**22, may_end_early=True))
 
     assert stream.getvalue() == "training, step 3 to at most 5; predicted peak 2.00 MiB of 4.00 MiB\n"
 
@@ -53,7 +54,7 @@ def test_where_another_rank_holds_more_than_the_one_that_shows_it_is_told() -> N
     """The last line of a run has the fullest rank's bytes, the lines of its steps those of rank 0."""
     stream = io.StringIO()
 
-    PlainDisplay(stream).begin(2, 5, 2**20, 2**22, fullest_bytes=2**21)
+    PlainDisplay(stream).begin(RunState(2, 5, 2**20, 2**22, fullest_bytes=2**21))
 
     told = "predicted peak 1.00 MiB on rank 0 and 2.00 MiB on the fullest rank, of 4.00 MiB\n"
     assert stream.getvalue() == f"training, step 3 to 5; {told}"
@@ -62,7 +63,7 @@ def test_where_another_rank_holds_more_than_the_one_that_shows_it_is_told() -> N
 def test_a_run_without_a_step_left_says_so() -> None:
     stream = io.StringIO()
 
-    PlainDisplay(stream).begin(5, 5, 2**21, 2**22)
+    PlainDisplay(stream).begin(RunState(5, 5, 2**21, 2**22))
 
     assert stream.getvalue() == "all 5 steps are done: --set train.steps=... or train.epochs=... asks for more\n"
 

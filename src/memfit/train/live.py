@@ -32,6 +32,7 @@ class RunState:
         predicted_bytes, budget_bytes: of the plan.
         clock: seconds; a test has its own.
         may_end_early: whether evaluations may end training before the last step.
+        fullest_bytes: of the plan, on the fullest of several ranks; `predicted_bytes` are this one's.
         last: the step that was taken last; None before the first.
         measured_bytes: the largest peak of a metered step; None while none was metered.
         losses: of the steps of this process.
@@ -44,6 +45,7 @@ class RunState:
     budget_bytes: int
     clock: Callable[[], float] = time.monotonic
     may_end_early: bool = False
+    fullest_bytes: int = 0
     last: StepRecord | None = None
     learning_rate: float = 0.0
     measured_bytes: int | None = None

@@ -30,6 +30,7 @@ from memfit.train.early_stopping import Best, EarlyStopping, EarlyStoppingConfig
 from memfit.train.evaluate import Accuracy, evaluate
 from memfit.train.generation import Generation
 from memfit.train.interrupts import StopRequest, stop_requests
+from memfit.train.live import RunState
 from memfit.train.log import Log, SilentLog
 from memfit.train.progress import Display, SilentDisplay
 from memfit.train.saving import Saving
@@ -232,13 +233,16 @@ class _Run:
         try:
             with stop_requests(self.output.display.note) as stop, self.watchdog:
                 if self.early is None or not self.early.over:  # a run that was stopped early takes no step
+                    plan = self.engine.plan
                     self.output.display.begin(
-                        self.step,
-                        total,
-                        self._predicted(),
-                        self.engine.plan.budget_bytes,
-                        may_end_early=self.early is not None,
-                        fullest_bytes=self.engine.plan.prediction.peak_bytes,
+                        RunState(
+                            self.step,
+                            total,
+                            self._predicted(),
+                            plan.budget_bytes,
+                            may_end_early=self.early is not None,
+                            fullest_bytes=plan.prediction.peak_bytes,
+                        )
                     )
                 self._steps(total, rates, log, stop)
                 if not self._asked(stop):

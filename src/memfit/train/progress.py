@@ -22,17 +22,8 @@ class Display(Protocol):
     def stage(self, text: str, share: float) -> None:
         """Something before training that takes a while, and how much of it is done (0 to 1)."""
 
-    def begin(
-        self,
-        step: int,
-        total_steps: int,
-        predicted_peak_bytes: int,
-        budget_bytes: int,
-        *,
-        may_end_early: bool = False,
-        fullest_bytes: int = 0,
-    ) -> None:
-        """Training starts after `step` steps, in so many bytes; whether it may end before its last step; what the fullest of several ranks is to hold."""
+    def begin(self, run: RunState) -> None:
+        """Training starts. `run` is the display's, which notes in it how far training comes."""
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
         """An optimizer step was taken; `log` when the log has a line for it."""
@@ -50,16 +41,7 @@ class SilentDisplay:
     def stage(self, text: str, share: float) -> None:
         """Nothing."""
 
-    def begin(
-        self,
-        step: int,
-        total_steps: int,
-        predicted_peak_bytes: int,
-        budget_bytes: int,
-        *,
-        may_end_early: bool = False,
-        fullest_bytes: int = 0,
-    ) -> None:
+    def begin(self, run: RunState) -> None:
         """Nothing."""
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
@@ -87,26 +69,19 @@ class PlainDisplay:
             self._stage = text
             self.note(text)
 
-    def begin(
-        self,
-        step: int,
-        total_steps: int,
-        predicted_peak_bytes: int,
-        budget_bytes: int,
-        *,
-        may_end_early: bool = False,
-        fullest_bytes: int = 0,
-    ) -> None:
+    def begin(self, run: RunState) -> None:
         """Where training starts."""
-        self._total, self._predicted = total_steps, predicted_peak_bytes
-        if step >= total_steps:
-            self.note(f"all {total_steps} steps are done: --set train.steps=... or train.epochs=... asks for more")
+        self._total, self._predicted = run.total, run.predicted_bytes
+        if run.first >= run.total:
+            self.note(f"all {run.total} steps are done: --set train.steps=... or train.epochs=... asks for more")
             return
-        last = f"at most {total_steps}" if may_end_early else f"{total_steps}"
-        peak = format_bytes(predicted_peak_bytes)
-        if fullest_bytes > predicted_peak_bytes:
-            peak += f" on rank 0 and {format_bytes(fullest_bytes)} on the fullest rank,"
-        self.note(f"training, step {step + 1} to {last}; predicted peak {peak} of {format_bytes(budget_bytes)}")
+        last = f"at most {run.total}" if run.may_end_early else f"{run.total}"
+        peak = format_bytes(run.predicted_bytes)
+        if run.fullest_bytes > run.predicted_bytes:
+            peak += f" on rank 0 and {format_bytes(run.fullest_bytes)} on the fullest rank,"
+        self.note(
+            f"training, step {run.first + 1} to {last}; predicted peak {peak} of {format_bytes(run.budget_bytes)}"
+        )
 
     def step(self, record: StepRecord, learning_rate: float, *, log: bool) -> None:
         """A line for each line of the log."""
@@ -153,23 +128,14 @@ class LiveDisplay:
             self._stages.start()
         self._stages.update(self._task, description=text, completed=share)
 
-    def begin(
-        self,
-        step: int,
-        total_steps: int,
-        predicted_peak_bytes: int,
-        budget_bytes: int,
-        *,
-        may_end_early: bool = False,
-        fullest_bytes: int = 0,
-    ) -> None:
+    def begin(self, run: RunState) -> None:
         """From here on the steps are shown."""
         from rich.live import Live
 
         self.close()
-        if fullest_bytes > predicted_peak_bytes:
-            self.note(f"bytes below are those of rank 0; the fullest rank is to hold {format_bytes(fullest_bytes)}")
-        self._state = RunState(step, total_steps, predicted_peak_bytes, budget_bytes, may_end_early=may_end_early)
+        if run.fullest_bytes > run.predicted_bytes:
+            self.note(f"bytes below are those of rank 0; the fullest rank is to hold {format_bytes(run.fullest_bytes)}")
+        self._state = run
         # Drawn by the loop itself, at most ten times a second: a thread that draws would take its seconds from the steps.
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()

@@ -53,14 +53,15 @@ class OtherStages:
         self._orders = [
             (table, tuple(table)) for table in {id(table): table for _, table, _, _ in self._places}.values()
         ]
-        self._take_out()
+        # Models ask for the type or device of a weight they do not use.
+        self._take_out([Absent.like(tensor, tensor.device) for *_, tensor in self._places])
 
-    def _take_out(self) -> None:
-        for module, table, name, tensor in self._places:
+    def _take_out(self, absent: Sequence[Tensor]) -> None:
+        """With these, by place, for what goes."""
+        for (module, table, name, _), instead in zip(self._places, absent, strict=True):
             del table[name]
-            # Models ask for the type or device of a weight they do not use.
-            module.__dict__[name] = Absent.like(tensor, tensor.device)
-        self._list([module.__dict__[name] for module, _, name, _ in self._places])
+            module.__dict__[name] = instead
+        self._list(absent)
 
     def put_back(self) -> None:
         """The model is whole again, its parameters in the order that they had: optimizers number them, and so does the model's identity."""
@@ -94,10 +95,7 @@ class OtherStages:
         try:
             yield
         finally:
-            for (module, table, name, _), instead in zip(self._places, absent, strict=True):
-                del table[name]
-                module.__dict__[name] = instead
-            self._list(absent)
+            self._take_out(absent)
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -233,9 +233,9 @@ class Pipeline(PipelinedModel):
             return
         self._running, self._signature = None, ""
         self._prepared += 1
-        told = self.agreement.of_all((signature, self._pipeline_number()))
-        for number in sorted({pipeline for _, pipeline in told}):
-            parts = [each for each, pipeline in told if pipeline == number]
+        told = self.agreement.of_all(signature)
+        for ranks in self._pipelines:
+            parts = [told[rank] for rank in ranks]
             if batches.joined_signature(parts) is None:
                 shapes = "], [".join(dict.fromkeys(parts))
                 raise BatchError(
@@ -243,26 +243,23 @@ class Pipeline(PipelinedModel):
                 )
             # Of each pipeline on all ranks: one that cannot run its batch would leave the others waiting.
             self._micro_batches(sum(map(batches.planned_size, parts)))
-        own = [each for each, pipeline in told if pipeline == self._pipeline_number()]
-        self._whole = WholeBatch(self._pipeline, [batches.planned_size(each) for each in own])
+        own = next(ranks for ranks in self._pipelines if self.agreement.rank in ranks)
+        self._whole = WholeBatch(self._pipeline, [batches.planned_size(told[rank]) for rank in own])
         micro_batches = self._split(self._whole.together(batch))
         self._whole.wait()
         calls = self._calls_of_all(micro_batches[0])
         counted = batches.counted_leaf(self.division.weights)
         read = [calls.leaves_read(*self._range(stage), counted) for stage in range(len(self.division.ends.ends))]
         # Ranks of a pipeline have looked at one batch, but each at its own model: they send by what all of them have seen.
-        seen = self.agreement.of_all((self._pipeline_number(), read, calls.digest))
-        for number in sorted({pipeline for pipeline, *_ in seen}):
-            check_same_loss({rank: digest for rank, (pipeline, _, digest) in enumerate(seen) if pipeline == number})
-        of_ranks = [each for pipeline, each, _ in seen if pipeline == self._pipeline_number()]
-        self._whole.read = [frozenset().union(*of_stage) for of_stage in zip(*of_ranks, strict=True)]
+        seen, digests = zip(*self.agreement.of_all((read, calls.digest)), strict=True)
+        for ranks in self._pipelines:
+            check_same_loss({rank: digests[rank] for rank in ranks})
+        of_stages = zip(*(seen[rank] for rank in own), strict=True)
+        self._whole.read = [frozenset().union(*of_stage) for of_stage in of_stages]
         stages = {n: StageModule(self.model, self._loss_fn, calls, *self._range(n)) for n in self._mine}
         ends = self.division.ends.in_micro_batches(len(micro_batches))
         self._running = Running(stages, ends, self._pipeline, self._region, self._prepared)
         self._signature = signature
-
-    def _pipeline_number(self) -> int:
-        return self._global(0)
 
     def _range(self, stage: int) -> tuple[int, int]:
         return self.division.ends.range_of(stage)

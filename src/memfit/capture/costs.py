@@ -118,9 +118,10 @@ def with_costs(
             hidden = max(0, sum(cost.made_bytes) - sum(storages[s].bytes for s in op.makes))
         # Of what the caches lack for it, the cold time has its code, too.
         seconds = cost.in_a_step + (host.added_after(since, op) if cost.cold_seconds is None else 0.0)
-        seconds = sharing * (seconds + cost.faults * host.fault)
+        for_pages = cost.faults * host.fault
+        seconds = sharing * (seconds + for_pages)
         if op.phase is not Phase.OPTIMIZER:
-            fresh += op.times * sharing * cost.faults * host.fault
+            fresh += op.times * sharing * for_pages
         workspace = 0 if captured.calls[op.key].metered else cost.workspace_bytes + hidden
         lately.append(op.times * seconds)
         operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))

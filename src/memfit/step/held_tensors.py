@@ -86,7 +86,7 @@ def tensors_within(values: Iterable[Any]) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, dict):
-            waiting += reversed(value.values())
+            waiting += list(value.values())[::-1]
         elif isinstance(value, (torch.nn.Module, type)):
             continue
         elif isinstance(value, (list, tuple, set, deque)):

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 import memfit
 import small
 from defined_costs import GLOO
-from memfit.capture import gloo_time
+from memfit.capture import cost_table, gloo_time
+from memfit.capture.cost_table import CostTable
 from memfit.capture.process_group import fake_mesh
 from memfit.capture.trace_source import TraceSource
 from memfit.hardware.machine import known_machine
@@ -26,7 +27,7 @@ from memfit.sharding.by_rows import check_by_rows
 from memfit.sharding.fully_sharded import checked
 from memfit.sharding.roles import fullest, roles_of
 from memfit.techniques.choices import Choices
-from memfit.techniques.sharding import ONE_UNIT, setting_of, way_of
+from memfit.techniques.sharding import ONE_UNIT, WAYS, setting_of, way_of
 from memfit.units import format_seconds
 from sharding import steps
 from sharding.ranks import as_torchrun_tells
@@ -49,6 +50,27 @@ def test_collectives_that_were_timed_beside_other_programs_are_told(
     monkeypatch.setattr(gloo_time, "gloo_time", lambda _: here)
     told = planned(2, blocks=1, fixed={"sharding": "data"}).explain()
     assert ("while other programs used its cores" in told) == (slowdown > gloo_time.BUSY)
+
+
+@pytest.mark.parametrize("way", ["data", "zero1", ONE_UNIT, "zero3", "1f1b", "interleaved", "1f1b/2x2+zero1"])
+def test_collectives_take_longer_where_all_work_does(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gloo takes was that of a quiet computer whatever else was slower: ZeRO 2 looked faster than a pipeline by that much where programs ran beside it."""
+    seconds = []
+    for slowdown in (1.0, 1.5):
+        monkeypatch.setattr(cost_table, "_KNOWN", {})  # as another process
+        monkeypatch.setattr(CostTable, "_slowdown_of", lambda *_, slowdown=slowdown: slowdown)
+        model, sample, loss_fn = steps.gpt()
+        made = memfit.plan(
+            model,
+            sample,
+            loss_fn,
+            "100%",
+            steps.adamw,
+            devices=4 if "x" in way else 2,
+            fixed={"sharding": way, "micro_batches": 1 if way in WAYS else 4},
+        )
+        seconds.append(made.prediction.step_seconds)
+    assert seconds[1] == pytest.approx(1.5 * seconds[0], rel=0.005)
 
 
 def test_the_less_that_fits_the_more_is_sharded_and_what_is_turned_down_is_told() -> None:

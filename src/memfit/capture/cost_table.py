@@ -184,6 +184,11 @@ class CostTable:
         found = {key: known.get(d) for key, d in digests.items()}
         return {key: self._here(cost) for key, cost in found.items() if cost is not None}
 
+    @property
+    def slowdown(self) -> float:
+        """How many times longer than on a quiet computer work takes while this process plans, by which costs are multiplied; 1 before the first."""
+        return 1.0 if self._known.slowdown is None else self._known.slowdown
+
     def host_time(self) -> HostTime:
         """What this computer takes beside the kernels; timed once, and once more where the machine was busy."""
         known = self._known

@@ -97,6 +97,8 @@ def seconds_among(
 ) -> float:
     """Seconds of a collective: measured where its ranks are processes of this computer, else by the model of the links between them.
 
+    gloo's work is that of a processor, so it takes as many times longer as all work does where other programs slow it, as operations do.
+
     Args:
         network: None for assumed links.
         kind, size, ranks: as for `hardware.network.collective_seconds`.
@@ -105,7 +107,7 @@ def seconds_among(
     if network is not None and network.processes and (here := gloo_time(len(ranks))) is not None:
         measured = here.seconds(f"{kind} of many" if of_many else kind, size)
         if measured is not None:
-            return measured
+            return network.slowdown * measured
     return collective_seconds(network, kind, size, ranks)
 
 

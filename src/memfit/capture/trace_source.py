@@ -191,6 +191,11 @@ class TraceSource:
         return self._with_seconds(captured, self._table.measure(captured.calls, None), "measured")
 
     @property
+    def slowdown(self) -> float:
+        """As for `CostTable`; 1 of a computer that is not here."""
+        return 1.0 if self._table is None else self._table.slowdown
+
+    @property
     def cuda(self) -> Capability | None:
         """Compute capability of the absent GPU whose kernels are captured; None for the device's own."""
         return self._cuda
@@ -203,6 +208,8 @@ class TraceSource:
         network = self.network
         if network is None and self._table is not None and self.here.type == "cpu":
             network = Topology((self.machine,), processes=True)
+        if network is not None and network.processes:
+            network = replace(network, slowdown=self.slowdown)
         trace = with_costs(
             captured,
             costs,

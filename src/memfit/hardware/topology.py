@@ -91,6 +91,7 @@ class Topology:
         peers: links between pairs of devices.
         nodes: in which the devices are; None where they are told by `peers` alone.
         processes: the devices are processes of this computer, whose collectives are measured here and not told by links.
+        slowdown: of processes, how many times longer work takes by now than on this computer when it is quiet, as its collectives were measured.
     """
 
     devices: tuple[Machine, ...]
@@ -98,6 +99,7 @@ class Topology:
     peers: tuple[PeerLink, ...] = ()
     nodes: Nodes | None = None
     processes: bool = False
+    slowdown: float = 1.0
 
     @classmethod
     def single(cls, machine: Machine, links: tuple[Link, ...] = ()) -> Topology:
@@ -166,5 +168,5 @@ class Topology:
         devices = ({**machine, "capability": tuple(machine.get("capability", (0, 0)))} for machine in data["devices"])
         of = data.get("nodes")
         nodes = None if of is None else Nodes(tuple(of["sizes"]), Wire(**of["inside"]), Wire(**of["between"]))
-        processes = bool(data.get("processes"))
-        return cls(tuple(Machine(**machine) for machine in devices), down, peers, nodes, processes)
+        processes, slowdown = bool(data.get("processes")), float(data.get("slowdown", 1.0))
+        return cls(tuple(Machine(**machine) for machine in devices), down, peers, nodes, processes, slowdown)

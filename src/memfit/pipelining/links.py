@@ -30,7 +30,9 @@ def line_of(topology: Topology, pipelines: Pipelines, budget_bytes: int) -> Line
     peers = []
     for first, second in neighbours:
         between = [p for p in topology.peers if {p.first, p.second} == {first, second}]
-        peers.append(between[0] if between else replace(slowest, first=first, second=second))
+        peer = between[0] if between else replace(slowest, first=first, second=second)
+        slower = topology.slowdown
+        peers.append(replace(peer, bandwidth=peer.bandwidth / slower, latency_seconds=peer.latency_seconds * slower))
     devices = Line.of(topology).devices[:length]
     return Line(tuple(StageDevice(min(budget_bytes, d.bytes), d.speed) for d in devices), tuple(peers))
 
@@ -58,6 +60,6 @@ def sending_seconds(topology: Topology, gradient_bytes: tuple[int, ...], pipelin
     )
     seconds += agreeing_seconds(among, ranks, AGREEMENTS)
     if pipelines.shards_state:
-        around = engine_time().seconds("broadcast", 1) if topology.processes else 0.0
+        around = topology.slowdown * engine_time().seconds("broadcast", 1) if topology.processes else 0.0
         seconds += sum(seconds_among(among, "broadcast", size, ranks) + around for size in gradient_bytes)
     return seconds

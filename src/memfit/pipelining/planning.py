@@ -283,7 +283,12 @@ class PipelinePlanning:
         return refined(planner, found, line) if refines else found
 
     def _line(self, budget_bytes: int) -> Line:
-        return line_of(self.topology, self.pipelines, max(1, budget_bytes))
+        return line_of(self._network, self.pipelines, max(1, budget_bytes))
+
+    @property
+    def _network(self) -> Topology:
+        """The devices, as slow as this computer is by now where they are its processes. After something was captured, which tells."""
+        return replace(self.topology, slowdown=self.source.slowdown) if self.topology.processes else self.topology
 
     def cut_as(self, made: Plan, budget_bytes: int, *, refines: bool = True) -> Plan:
         """A plan of this one in other bytes with the cut that it has: only what is run again in each stage is chosen anew, and nothing is captured.
@@ -346,8 +351,8 @@ class PipelinePlanning:
             weights=self._weights,
             techniques=(*techniques.techniques, ("sharding", setting)),
         )
-        sending = max(sending_seconds(self.topology, sizes, self.pipelines) for sizes in found.gradient_bytes)
-        sending += agreeing_seconds(self.topology, tuple(range(length)))
+        sending = max(sending_seconds(self._network, sizes, self.pipelines) for sizes in found.gradient_bytes)
+        sending += agreeing_seconds(self._network, tuple(range(length)))
         passes = max(cut.pass_seconds, 1e-12)
         predicted = tuple(
             RankPrediction(

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from sharding.arrangements import ByHand, Planned, adamw, clocked, gpt, least_of
 from sharding.others import OTHERS, EqualParameters
 
+# Where a process's memory happens to lie makes its step up to a tenth faster or slower, for as long as it runs: so ranks are started anew after so many rounds.
+ROUNDS_OF_A_START: Final = 5
+
 RIVALS: Final[Mapping[str, tuple[str, Callable[[], Any]]]] = {
     "FSDP2": ("zero3", lambda: ByHand(checkpoint=False)),
     "FSDP2, every block": ("zero3", lambda: ByHand(checkpoint=True)),
@@ -39,18 +42,29 @@ def peak(rank: int, name: str) -> int:
     return _peak(_begun(name))
 
 
+def peaks(rank: int, name: str, plans: Mapping[str, dict[str, Any]]) -> dict[str, int]:
+    """Of a rival and of plans."""
+    del rank
+    found = {"rival": _peak(_begun(name))}  # before there is a plan's model, which would count as the rival's own
+    for which, plan in plans.items():
+        planned = Planned(plan, _size(name))
+        planned.step()
+        found[which] = least_of(planned.peak)
+        planned.close()
+    return found
+
+
 def in_turns(rank: int, name: str, plans: Mapping[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
-    """Peak, and in each round processor seconds and those by the clock, of a rival and of plans.
+    """In each round processor seconds and those by the clock, of a rival and of plans.
 
     Each runs twice in its turn and the second step is timed, as in training, where the step before was one of its kind; who begins changes from round to round.
     """
     del rank
     rival = _begun(name)
-    peaks = {"rival": _peak(rival)}  # before there is a plan's model, which would count as the rival's own
     planned = {which: Planned(plan, _size(name)) for which, plan in plans.items()}
-    for which, each in planned.items():
+    for each in planned.values():
         each.step()
-        peaks[which] = least_of(each.peak)
+        each.step()
     gc.collect()
     gc.freeze()
     steps = {"rival": rival.step, **{which: each.step for which, each in planned.items()}}
@@ -67,7 +81,7 @@ def in_turns(rank: int, name: str, plans: Mapping[str, dict[str, Any]], rounds: 
         order.reverse()
     for each in planned.values():
         each.close()
-    return {"peaks": peaks, "seconds": seconds, "clock": clock}
+    return {"seconds": seconds, "clock": clock}
 
 
 def _begun(name: str) -> Any:
@@ -103,23 +117,27 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
             tell(
                 f"{which}, in the {budget} bytes of {name}: {plan.choices.sharding}, {plan.prediction.peak_bytes} bytes"
             )
-        told = on_ranks(
-            ranks, in_turns, name, {which: plan.to_json() for which, plan in plans.items()}, rounds, limit=limit
+        data = {which: plan.to_json() for which, plan in plans.items()}
+        measured = on_ranks(ranks, peaks, name, data, limit=limit)
+        starts = [
+            on_ranks(ranks, in_turns, name, data, ROUNDS_OF_A_START, limit=limit)
+            for _ in range(max(1, rounds // ROUNDS_OF_A_START))
+        ]
+        # Of a step the processor time of all ranks; it is over with the last of them.
+        sums, last = (
+            {
+                who: [over(each) for told in starts for each in zip(*(t[which][who] for t in told), strict=True)]
+                for who in ("rival", *plans)
+            }
+            for which, over in (("seconds", sum), ("clock", max))
         )
-        sums = {
-            who: [sum(each) for each in zip(*(t["seconds"][who] for t in told), strict=True)]
-            for who in told[0]["seconds"]
-        }
-        # A step is over with the last rank.
-        last = {
-            who: [max(each) for each in zip(*(t["clock"][who] for t in told), strict=True)] for who in told[0]["clock"]
-        }
         row: dict[str, Any] = {
             "row": "beside",
             "ranks": ranks,
             "name": name,
-            "rounds": rounds,
-            "rival_bytes": [t["peaks"]["rival"] for t in told],
+            "rounds": len(last["rival"]),
+            "starts": len(starts),
+            "rival_bytes": [t["rival"] for t in measured],
             "rival_seconds": statistics.median(sums["rival"]) / ranks,
             "rival_clock_seconds": statistics.median(last["rival"]),
         }
@@ -129,7 +147,7 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
             row[which] = {
                 "way": plan.choices.sharding,
                 "predicted_bytes": [figures.peak_bytes for figures in plan.prediction.ranks],
-                "measured_bytes": [t["peaks"][which] for t in told],
+                "measured_bytes": [t[which] for t in measured],
                 "micro_batches": plan.choices.micro_batches,
                 "time_ratio": middle,
                 "quartiles": [low, high],

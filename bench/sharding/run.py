@@ -5,7 +5,7 @@ python bench/sharding/run.py --only peaks --ranks 2 4      # of data parallelism
 python bench/sharding/run.py --only pipelines --ranks 2    # peaks of ranks with stages; the rest is kept
 python bench/sharding/run.py --only seconds --ranks 2 4    # predicted beside measured seconds, of one process too
 python bench/sharding/run.py --only others --ranks 2   # bytes of DeepSpeed's stages and of a pipeline with equal parameters
-python bench/sharding/run.py --only beside --ranks 2 --rounds 15 [--rival NAME]   # time of plans in as many bytes as each of them takes
+python bench/sharding/run.py --only beside --ranks 2 --rounds 50 [--rival NAME]   # time of plans in as many bytes as each of them takes
 python bench/sharding/run.py --only waiting                # how long ranks of pipelines wait for each other; the rest is kept
 """
 
@@ -369,7 +369,7 @@ def main() -> None:
             partial(against_hand, rounds=arguments.rounds),
             pipelined,
             of_others,
-            partial(beside.rows, rounds=max(15, arguments.rounds), limit=LIMIT_SECONDS, tell=say),
+            partial(beside.rows, rounds=max(50, arguments.rounds), limit=LIMIT_SECONDS, tell=say),
         ):
             rows += found(ranks)
             rows.sort(key=lambda row: (row["ranks"], row["row"] == "hand"))

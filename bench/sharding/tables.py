@@ -200,11 +200,11 @@ def _beside(rows: Rows) -> str:
     ]
     of_plan = ["its peak", "processor time over the other's", "by the clock"]
     heads = ["ranks", "by hand", "its peak", "its time", "memfit, in the same way", *of_plan, "memfit, free to choose", *of_plan]  # fmt: skip
-    rounds = sorted({row["rounds"] for row in beside})
+    counts = sorted({(row["rounds"], row["starts"]) for row in beside})
     return (
         "Plans in the bytes that the other takes. Processor time of a rank, of all ranks together within a round, and the time by the clock until the last "
         "rank is through, in which ranks wait for each other; medians (and quartiles) of "
-        f"{' and '.join(map(str, rounds))} rounds.\n\n{measuring.table(heads, lines)}"
+        f"{' and '.join(f'{rounds} rounds in {starts} starts of the ranks' for rounds, starts in counts)}.\n\n{measuring.table(heads, lines)}"
     )
 
 

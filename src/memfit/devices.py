@@ -192,7 +192,7 @@ def plan_sharded(
     )
     if topology.processes:
         note = f"seconds of collectives are measured among {min(ranks, MOST_RANKS)} ranks of gloo that compute in between, on this computer"
-        if timed_beside_others(ranks):
+        if timed_beside_others(ranks, source.slowdown):
             note += ", while other programs used its cores, so they are too high: plan again when it is quiet"
         sharing = core_sharing(topology)
         if sharing > 1.0:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from memfit.capture import costs
+from memfit.capture import engine_time as engine_times
 from memfit.capture import gloo_time as gloo
 from memfit.capture.capture import capture
 from memfit.capture.costs import Cost, with_costs
 from memfit.capture.engine_time import EngineTime, engine_time
-from memfit.capture.gloo_time import KINDS, as_processes, gloo_time, seconds_among
+from memfit.capture.gloo_time import KINDS, as_processes, gloo_time, link_of, seconds_among
 from memfit.capture.host_time import HostTime
 from memfit.capture.source import StepSource
 from memfit.errors import EngineError
@@ -120,7 +121,7 @@ def test_a_rank_sends_its_part_of_a_ring() -> None:
 @pytest.mark.measured_seconds
 def test_what_gloo_takes_counts_where_ranks_are_processes_of_this_computer() -> None:
     ranks = (0, 1)
-    here = gloo_time(2)
+    here = gloo_time(2, 1.0)
     assert here is not None
     assert all(seconds > 0 for seconds in here.fixed.values())
     machine = known_machine("a100")
@@ -136,7 +137,12 @@ def test_what_gloo_takes_counts_where_ranks_are_processes_of_this_computer() -> 
     assert seconds_among(processes, "all_to_all", 1 << 20, ranks) == collective_seconds(
         processes, "all_to_all", 1 << 20, ranks
     )
-    assert Topology.from_json(processes.to_json()) == processes
+    (peer,) = processes.peers
+    assert link_of(processes, peer).seconds(1 << 20) == pytest.approx(here.seconds("send", 1 << 20), rel=1e-6)
+    assert link_of(told, peer) == peer
+    slower = replace(processes, slowdown=1.5)
+    assert seconds_among(slower, "send", 1 << 20, ranks) == pytest.approx(1.5 * here.seconds("send", 1 << 20))
+    assert Topology.from_json(slower.to_json()) == slower
 
 
 @pytest.mark.alternate(0)
@@ -166,14 +172,33 @@ def test_what_was_measured_beside_other_programs_is_measured_again_once_it_is_qu
     kept = []
     for now in (4.0, 4.0, 3.5, 1.0, 1.0, 4.0):  # noqa: B007 - read by those above
         gloo_time.cache_clear()  # another process
-        kept.append(gloo_time(2).slowdown)
+        kept.append(gloo_time(2, 1.0).slowdown)
     gloo_time.cache_clear()
     assert kept == [4.0, 4.0, 4.0, 1.0, 1.0, 1.0]
     assert measured == [4.0, 1.0]
 
 
+def test_what_was_measured_while_all_work_was_slow_is_less_when_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE_DIR", str(tmp_path))
+    gloo_time.cache_clear()
+    engine_time.cache_clear()
+    monkeypatch.setattr(gloo, "_measured", lambda _: gloo.GlooTime({"send": 3e-3}, {"send": 1.5e-9}))
+    monkeypatch.setattr(engine_times, "_measured", lambda: EngineTime({"all_gather": 3e-4}, {"all_gather": 3e-5}))
+    found = []
+    for slowdown in (1.5, 1.0, 2.0):
+        here = gloo_time(2, slowdown)
+        assert here is not None
+        found.append((here.seconds("send", 10**6), engine_time(slowdown).seconds("all_gather", 10)))
+        gloo_time.cache_clear()  # another process
+        engine_time.cache_clear()
+    assert found == [pytest.approx(each) for each in ((4.5e-3, 6e-4), (3e-3, 4e-4), (6e-3, 8e-4))]
+
+
 def test_where_gloo_cannot_connect_links_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "gloo_time", lambda _: None)
+    monkeypatch.setattr(gloo, "gloo_time", lambda *_: None)
+    monkeypatch.setattr(gloo, "connects", lambda: False)
     devices = Topology((known_machine("a100"),) * 2, (), (PeerLink(0, 1, 1e9, 1e-5),))
     assert as_processes(devices) == devices
     assert seconds_among(replace(devices, processes=True), "send", 10**9, (0, 1)) == pytest.approx(1 + 1e-5)
@@ -188,7 +213,7 @@ def test_what_engines_take_around_collectives_counts_where_ranks_are_processes(m
     nothing = HostTime.same_after_all(1e-6)
 
     def seconds(around: EngineTime, *, processes: bool) -> float:
-        monkeypatch.setattr(costs, "engine_time", lambda: around)
+        monkeypatch.setattr(costs, "engine_time", lambda _: around)
         network = Topology((machine,) * 2, (), (PeerLink(0, 1, 1e9, 1e-5),), processes=processes)
         trace = with_costs(captured, free, seconds_are="measured", device="cpu", network=network, host=nothing)
         return sum(trace.operations[code].seconds for code in trace.events if code >= 0)
@@ -208,7 +233,7 @@ def test_what_engines_take_around_collectives_counts_where_ranks_are_processes(m
 
 @pytest.mark.measured_seconds
 def test_what_engines_take_is_measured() -> None:
-    here = engine_time()
+    here = engine_time(1.0)
     assert here.fixed["all_gather"] > 0
     assert all(each >= 0 for each in (*here.fixed.values(), *here.for_a_parameter.values()))
     assert here.seconds("all_gather", 3) == here.fixed["all_gather"] + 3 * here.for_a_parameter["all_gather"]

@@ -47,7 +47,7 @@ def test_collectives_that_were_timed_beside_other_programs_are_told(
     slowdown: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = replace(GLOO, slowdown=slowdown)
-    monkeypatch.setattr(gloo_time, "gloo_time", lambda _: here)
+    monkeypatch.setattr(gloo_time, "gloo_time", lambda *_: here)
     told = planned(2, blocks=1, fixed={"sharding": "data"}).explain()
     assert ("while other programs used its cores" in told) == (slowdown > gloo_time.BUSY)
 

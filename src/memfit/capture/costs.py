@@ -101,7 +101,8 @@ def with_costs(
         if among is not None:
             seconds = seconds_among(network, among.kind, among.bytes, among.ranks)
             if network is not None and network.processes:
-                seconds += network.slowdown * sharing * engine_time().seconds(among.kind, together, max(emptied))
+                around = engine_time(network.slowdown)
+                seconds += sharing * around.seconds(among.kind, together, max(emptied))
             lately.append(seconds)
             operations.append(replace(op, seconds=seconds))
             together = 0

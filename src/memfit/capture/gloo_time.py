@@ -27,7 +27,7 @@ import torch.distributed as dist
 from memfit.capture.reference_work import QUIETER
 from memfit.hardware.cores import cores
 from memfit.hardware.network import collective_seconds
-from memfit.hardware.topology import Topology
+from memfit.hardware.topology import PeerLink, Topology
 from memfit.identity import digest
 from memfit.sharding.agreement import FEW_RANKS, IN_A_STEP
 from memfit.step.freed_memory import keep_freed_memory
@@ -43,7 +43,7 @@ ROUNDS: Final = 3  # of which the median counts
 COMPUTED: Final = bytes(1 << 23)  # hashed in between, which takes some milliseconds of one core, and not Python's lock
 LOOKS: Final = 10  # at how busy the cores are
 LIMIT: Final = timedelta(seconds=30)
-FORMAT: Final = 4
+FORMAT: Final = 5
 BUSY: Final = 1.3  # times the clock's seconds that computing takes on cores that nobody else uses
 
 
@@ -55,40 +55,68 @@ class GlooTime:
         fixed: of each kind, whatever is sent.
         for_a_byte: of each kind, for each byte that the rank sends, as `values.trace.Collective` counts them.
         slowdown: how many times longer than on cores of its own the computing in between took.
+        work: how many times longer than on a quiet computer work took meanwhile, as `CostTable.slowdown` tells.
     """
 
     fixed: Mapping[str, float]
     for_a_byte: Mapping[str, float]
     slowdown: float = 1.0
+    work: float = 1.0
 
     def seconds(self, kind: str, size: int) -> float | None:
         """Of one collective in which a rank sends so many bytes; None of a kind that was not run."""
         kind = "send" if kind == "receive" else kind
         return self.fixed[kind] + size * self.for_a_byte[kind] if kind in self.fixed else None
 
+    def where_work_takes(self, longer: float) -> GlooTime:
+        """Of the same computer when work takes so many times longer than when it is quiet: gloo's is that of a processor, too."""
+        by = longer / self.work
+        fixed, for_a_byte = (
+            {kind: by * seconds for kind, seconds in each.items()} for each in (self.fixed, self.for_a_byte)
+        )
+        return replace(self, fixed=fixed, for_a_byte=for_a_byte, work=longer)
+
 
 @cache
-def gloo_time(ranks: int) -> GlooTime | None:
-    """Measured once for a computer and kept, again where that was beside other programs; None where gloo cannot connect here, or is not in this torch.
+def gloo_time(ranks: int, slowdown: float) -> GlooTime | None:
+    """As slow as this computer is by now: measured once for it and kept, again where that was beside other programs; None where gloo cannot connect here.
 
     Args:
         ranks: of one collective.
+        slowdown: how many times longer than on a quiet computer work takes by now (`CostTable.slowdown`).
     """
-    if not dist.is_available() or not dist.is_gloo_available():
+    if not connects():
         return None
     ranks = max(2, min(ranks, MOST_RANKS))
     identity = digest(ranks, cores(), torch.__version__, FORMAT)
     try:
-        return measured_once(
-            GlooTime, "collectives", identity, lambda: _measured(ranks), worth_another=partial(_is_quieter, ranks)
+        known = measured_once(
+            GlooTime,
+            "collectives",
+            identity,
+            lambda: replace(_measured(ranks), work=slowdown),
+            worth_another=partial(_is_quieter, ranks),
         )
     except RuntimeError:
         return None
+    return known.where_work_takes(slowdown)
 
 
-def timed_beside_others(ranks: int) -> bool:
+@cache
+def connects() -> bool:
+    """Whether this torch has gloo, and that can connect ranks on this computer."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        return False
+    try:
+        _joined(2)
+    except RuntimeError:
+        return False
+    return True
+
+
+def timed_beside_others(ranks: int, slowdown: float) -> bool:
     """Whether other programs used the cores while this was measured, so that it is too high."""
-    here = gloo_time(ranks)
+    here = gloo_time(ranks, slowdown)
     return here is not None and here.slowdown > BUSY
 
 
@@ -97,17 +125,15 @@ def seconds_among(
 ) -> float:
     """Seconds of a collective: measured where its ranks are processes of this computer, else by the model of the links between them.
 
-    gloo's work is that of a processor, so it takes as many times longer as all work does where other programs slow it, as operations do.
-
     Args:
         network: None for assumed links.
         kind, size, ranks: as for `hardware.network.collective_seconds`.
         of_many: an all-reduce that is begun together with others.
     """
-    if network is not None and network.processes and (here := gloo_time(len(ranks))) is not None:
+    if network is not None and network.processes and (here := gloo_time(len(ranks), network.slowdown)) is not None:
         measured = here.seconds(f"{kind} of many" if of_many else kind, size)
         if measured is not None:
-            return network.slowdown * measured
+            return measured
     return collective_seconds(network, kind, size, ranks)
 
 
@@ -129,14 +155,16 @@ def core_sharing(network: Topology | None) -> float:
 
 
 def as_processes(devices: Topology) -> Topology:
-    """The same devices as processes of this computer: a message between two of them takes what gloo takes here. As they were where gloo cannot tell."""
-    if (here := gloo_time(len(devices.devices))) is None:
-        return devices
-    peers = tuple(
-        replace(peer, bandwidth=1 / max(here.for_a_byte["send"], 1e-15), latency_seconds=here.fixed["send"])
-        for peer in devices.peers
-    )
-    return replace(devices, peers=peers, processes=True)
+    """The same devices as processes of this computer; as they were where gloo cannot connect them."""
+    return replace(devices, processes=True) if connects() else devices
+
+
+def link_of(network: Topology, peer: PeerLink) -> PeerLink:
+    """What joins two devices: of processes of this computer, what a message takes with gloo."""
+    here = gloo_time(len(network.devices), network.slowdown) if network.processes else None
+    if here is None:
+        return peer
+    return replace(peer, bandwidth=1 / max(here.for_a_byte["send"], 1e-15), latency_seconds=here.fixed["send"])
 
 
 def _is_quieter(ranks: int, known: GlooTime) -> bool:

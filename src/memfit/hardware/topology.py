@@ -91,7 +91,7 @@ class Topology:
         peers: links between pairs of devices.
         nodes: in which the devices are; None where they are told by `peers` alone.
         processes: the devices are processes of this computer, whose collectives are measured here and not told by links.
-        slowdown: of processes, how many times longer work takes by now than on this computer when it is quiet, as its collectives were measured.
+        slowdown: of processes, how many times longer than on this computer when it is quiet work takes by now.
     """
 
     devices: tuple[Machine, ...]

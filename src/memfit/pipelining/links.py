@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from memfit.capture.engine_time import engine_time
-from memfit.capture.gloo_time import agreeing_seconds, seconds_among
+from memfit.capture.gloo_time import agreeing_seconds, link_of, seconds_among
 from memfit.hardware.network import ASSUMED_BANDWIDTH, ASSUMED_LATENCY_SECONDS
 from memfit.hardware.topology import PeerLink, Topology
 from memfit.techniques.sharding import Pipelines
@@ -31,8 +31,7 @@ def line_of(topology: Topology, pipelines: Pipelines, budget_bytes: int) -> Line
     for first, second in neighbours:
         between = [p for p in topology.peers if {p.first, p.second} == {first, second}]
         peer = between[0] if between else replace(slowest, first=first, second=second)
-        slower = topology.slowdown
-        peers.append(replace(peer, bandwidth=peer.bandwidth / slower, latency_seconds=peer.latency_seconds * slower))
+        peers.append(link_of(topology, peer))
     devices = Line.of(topology).devices[:length]
     return Line(tuple(StageDevice(min(budget_bytes, d.bytes), d.speed) for d in devices), tuple(peers))
 
@@ -60,6 +59,6 @@ def sending_seconds(topology: Topology, gradient_bytes: tuple[int, ...], pipelin
     )
     seconds += agreeing_seconds(among, ranks, AGREEMENTS)
     if pipelines.shards_state:
-        around = topology.slowdown * engine_time().seconds("broadcast", 1) if topology.processes else 0.0
+        around = engine_time(topology.slowdown).seconds("broadcast", 1) if topology.processes else 0.0
         seconds += sum(seconds_among(among, "broadcast", size, ranks) + around for size in gradient_bytes)
     return seconds

@@ -165,7 +165,7 @@ def test_what_was_measured_beside_other_programs_is_measured_again_once_it_is_qu
 
     def measuring(_: int) -> gloo.GlooTime:
         measured.append(now)
-        return gloo.GlooTime({"send": now}, {"send": 0.0}, now)
+        return gloo.GlooTime({"send": now}, {"send": 0.0}, slowdown=now)
 
     monkeypatch.setattr(gloo, "_measured", measuring)
     monkeypatch.setattr(gloo, "_computing", lambda *_: (1.0, now))
@@ -194,6 +194,57 @@ def test_what_was_measured_while_all_work_was_slow_is_less_when_it_is_not(
         gloo_time.cache_clear()  # another process
         engine_time.cache_clear()
     assert found == [pytest.approx(each) for each in ((4.5e-3, 6e-4), (3e-3, 4e-4), (6e-3, 8e-4))]
+
+
+def test_a_collective_in_which_all_ranks_meet_takes_longer_after_long_computing() -> None:
+    here = gloo.GlooTime(
+        {"all_gather": 1e-3, "send": 1e-3},
+        {"all_gather": 1e-9, "send": 1e-9},
+        {"all_gather": 3e-3},
+        {"all_gather": 2e-9},
+        5e-3,
+        25e-3,
+    )
+    taken = [here.seconds("all_gather", 10**6, computed) for computed in (0.0, 5e-3, 15e-3, 25e-3, 1.0)]
+    assert taken == pytest.approx([2e-3, 2e-3, 3.5e-3, 5e-3, 5e-3])
+    assert here.seconds("send", 10**6, 1.0) == pytest.approx(2e-3)
+    slower = here.where_work_takes(2.0)
+    assert slower.seconds("all_gather", 10**6, 30e-3) == pytest.approx(
+        7e-3
+    )  # what ranks compute takes twice as long, too
+
+
+def test_ranks_meet_after_what_they_have_computed_since_they_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = gloo.GlooTime(
+        dict.fromkeys(KINDS, 1.0),
+        dict.fromkeys(KINDS, 0.0),
+        dict.fromkeys(KINDS, 11.0),
+        dict.fromkeys(KINDS, 0.0),
+        0.0,
+        1e6,
+    )
+    monkeypatch.setattr(gloo, "gloo_time", lambda *_: here)
+    monkeypatch.setattr(costs, "engine_time", lambda _: EngineTime({}, {}))
+    model, sample, loss_fn = steps.gpt()
+    captured = capture(StepSource(model, sample, loss_fn, steps.adamw), Choices(sharding="zero3/2"))
+    network = Topology((known_machine("a100"),) * 2, processes=True)
+    trace = with_costs(
+        captured,
+        {call: Cost(100.0) for call in captured.calls},
+        seconds_are="measured",
+        device="cpu",
+        network=network,
+        host=HostTime.same_after_all(1e-6),
+    )
+    since, found = 0.0, 0
+    for operation in trace.operations:
+        if operation.collective is None:
+            since += operation.seconds
+            continue
+        assert operation.seconds == pytest.approx(1.0 + 10.0 * since / 1e6)
+        found += since > 0
+        since = 0.0
+    assert found > 3
 
 
 def test_where_gloo_cannot_connect_links_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ def with_costs(
     notes = list(trace.notes)
     together = 0  # parameters of the next collective
     fresh = 0.0  # of getting large blocks from the system
+    computed = 0.0  # since the collective before
     sharing = core_sharing(network)
     lately: deque[float] = deque(maxlen=BEFORE)  # seconds of the operations right before
     emptied: deque[float] = deque(maxlen=PREPARING)  # of the caches, before each of some operations
@@ -99,7 +100,8 @@ def with_costs(
         emptied.append(host.emptied_after(sum(lately)))
         among = op.collective
         if among is not None:
-            seconds = seconds_among(network, among.kind, among.bytes, among.ranks)
+            seconds = seconds_among(network, among.kind, among.bytes, among.ranks, computed=computed)
+            computed = 0.0
             if network is not None and network.processes:
                 around = engine_time(network.slowdown)
                 seconds += sharing * around.seconds(among.kind, together, max(emptied))
@@ -125,6 +127,7 @@ def with_costs(
             fresh += op.times * sharing * for_pages
         workspace = 0 if captured.calls[op.key].metered else cost.workspace_bytes + hidden
         lately.append(op.times * seconds)
+        computed += op.times * seconds
         operations.append(replace(op, seconds=op.times * seconds, workspace_bytes=workspace, host_factor=factor))
         if cost.made_bytes is None or trace.source != "fake" or len(cost.made_bytes) != len(op.makes):
             continue

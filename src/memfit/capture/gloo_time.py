@@ -5,8 +5,9 @@ work, and its kinds differ by how often they copy: a reduce-scatter is an all-re
 run here, by as many ranks as threads of this process can stand in for, and what a rank sends is priced by a line through two sizes.
 
 gloo sends in a thread of its own, which has to get a core from ranks that compute. Where there are as many cores as ranks a message of some bytes takes
-milliseconds by the clock, and a tenth of that of a processor (docs/design/log.md). So ranks compute here between two collectives, as they do in a step. Other
-programs that take the cores meanwhile make it tens of milliseconds; what was measured beside them is measured again once it is quieter.
+milliseconds by the clock, and a tenth of that of a processor (docs/design/log.md). So ranks compute here between two collectives, as they do in a step; and
+for longer before those in which all ranks meet, since then one waits for the other, too. Other programs that take the cores meanwhile make it tens of
+milliseconds; what was measured beside them is measured again once it is quieter.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
 from statistics import median
@@ -41,9 +42,12 @@ SIZES: Final = (64, 1 << 22)  # of the whole message, in bytes
 RUNS: Final = 12  # of each: some get a core at once, and others wait for one
 ROUNDS: Final = 3  # of which the median counts
 COMPUTED: Final = bytes(1 << 23)  # hashed in between, which takes some milliseconds of one core, and not Python's lock
+MEETINGS: Final = ("all_reduce", "all_gather", "reduce_scatter")  # all ranks wait for the last of them
+LONGER: Final = 6  # times as much is hashed before these, a second time
+LONG_RUNS: Final = 4
 LOOKS: Final = 10  # at how busy the cores are
 LIMIT: Final = timedelta(seconds=30)
-FORMAT: Final = 5
+FORMAT: Final = 6
 BUSY: Final = 1.3  # times the clock's seconds that computing takes on cores that nobody else uses
 
 
@@ -54,27 +58,56 @@ class GlooTime:
     Attributes:
         fixed: of each kind, whatever is sent.
         for_a_byte: of each kind, for each byte that the rank sends, as `values.trace.Collective` counts them.
+        fixed_after_long, for_a_byte_after_long: the same where ranks have computed for longer before.
+        computing, computing_long: seconds for which they have computed before each.
         slowdown: how many times longer than on cores of its own the computing in between took.
         work: how many times longer than on a quiet computer work took meanwhile, as `CostTable.slowdown` tells.
     """
 
     fixed: Mapping[str, float]
     for_a_byte: Mapping[str, float]
+    fixed_after_long: Mapping[str, float] = field(default_factory=dict)
+    for_a_byte_after_long: Mapping[str, float] = field(default_factory=dict)
+    computing: float = 0.0
+    computing_long: float = 1.0
     slowdown: float = 1.0
     work: float = 1.0
 
-    def seconds(self, kind: str, size: int) -> float | None:
-        """Of one collective in which a rank sends so many bytes; None of a kind that was not run."""
+    def seconds(self, kind: str, size: int, computed: float = 0.0) -> float | None:
+        """Of one collective; None of a kind that was not run.
+
+        Args:
+            kind: of it.
+            size: bytes that a rank sends.
+            computed: seconds since the collective before, in which ranks have computed.
+        """
         kind = "send" if kind == "receive" else kind
-        return self.fixed[kind] + size * self.for_a_byte[kind] if kind in self.fixed else None
+        if kind not in self.fixed:
+            return None
+        soon = self.fixed[kind] + size * self.for_a_byte[kind]
+        if kind not in self.fixed_after_long:
+            return soon
+        late = self.fixed_after_long[kind] + size * self.for_a_byte_after_long[kind]
+        part = (computed - self.computing) / (self.computing_long - self.computing)
+        return soon + min(1.0, max(0.0, part)) * (late - soon)
 
     def where_work_takes(self, longer: float) -> GlooTime:
         """Of the same computer when work takes so many times longer than when it is quiet: gloo's is that of a processor, too."""
         by = longer / self.work
-        fixed, for_a_byte = (
-            {kind: by * seconds for kind, seconds in each.items()} for each in (self.fixed, self.for_a_byte)
+
+        def slower(seconds: Mapping[str, float]) -> dict[str, float]:
+            return {kind: by * each for kind, each in seconds.items()}
+
+        return GlooTime(
+            slower(self.fixed),
+            slower(self.for_a_byte),
+            slower(self.fixed_after_long),
+            slower(self.for_a_byte_after_long),
+            by * self.computing,
+            by * self.computing_long,
+            self.slowdown,
+            longer,
         )
-        return replace(self, fixed=fixed, for_a_byte=for_a_byte, work=longer)
 
 
 @cache
@@ -121,7 +154,13 @@ def timed_beside_others(ranks: int, slowdown: float) -> bool:
 
 
 def seconds_among(
-    network: Topology | None, kind: str, size: int, ranks: tuple[int, ...], *, of_many: bool = False
+    network: Topology | None,
+    kind: str,
+    size: int,
+    ranks: tuple[int, ...],
+    *,
+    of_many: bool = False,
+    computed: float = 0.0,
 ) -> float:
     """Seconds of a collective: measured where its ranks are processes of this computer, else by the model of the links between them.
 
@@ -129,9 +168,10 @@ def seconds_among(
         network: None for assumed links.
         kind, size, ranks: as for `hardware.network.collective_seconds`.
         of_many: an all-reduce that is begun together with others.
+        computed: seconds since the collective before, in which ranks have computed.
     """
     if network is not None and network.processes and (here := gloo_time(len(ranks), network.slowdown)) is not None:
-        measured = here.seconds(f"{kind} of many" if of_many else kind, size)
+        measured = here.seconds(f"{kind} of many" if of_many else kind, size, computed)
         if measured is not None:
             return measured
     return collective_seconds(network, kind, size, ranks)
@@ -174,18 +214,25 @@ def _is_quieter(ranks: int, known: GlooTime) -> bool:
 def _measured(ranks: int) -> GlooTime:
     keep_freed_memory()  # as in a step
     groups = _joined(ranks)
-    fixed, for_a_byte = {}, {}
-    slowdowns = []
-    for kind in KINDS:
-        seconds = []
-        for size in SIZES:
-            rounds = [_seconds(groups, kind, size) for _ in range(ROUNDS)]
-            seconds.append(median(taken for taken, _ in rounds))
-            slowdowns += [slowdown for _, slowdown in rounds]
-        small, large = seconds
-        fixed[kind] = max(small, 1e-6)  # a difference, and the computer may have had something else to do
-        for_a_byte[kind] = max(0.0, large - small) / _sent(kind, SIZES[1], ranks)
-    return GlooTime(fixed, for_a_byte, median(slowdowns))
+    slowdowns: list[float] = []
+
+    def lines(kinds: Iterable[str], runs: int, pieces: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Fixed seconds and those for each byte."""
+        fixed, for_a_byte = {}, {}
+        for kind in kinds:
+            seconds = []
+            for size in SIZES:
+                rounds = [_seconds(groups, kind, size, runs, pieces) for _ in range(ROUNDS)]
+                seconds.append(median(taken for taken, _ in rounds))
+                slowdowns.extend(slowdown for _, slowdown in rounds)
+            small, large = seconds
+            fixed[kind] = max(small, 1e-6)  # a difference, and the computer may have had something else to do
+            for_a_byte[kind] = max(0.0, large - small) / _sent(kind, SIZES[1], ranks)
+        return fixed, for_a_byte
+
+    soon, late = lines(KINDS, RUNS, 1), lines(MEETINGS, LONG_RUNS, LONGER)
+    computing = _computing(ranks, RUNS)[0] / RUNS
+    return GlooTime(*soon, *late, computing, LONGER * computing, median(slowdowns))
 
 
 def _sent(kind: str, size: int, ranks: int) -> int:
@@ -216,10 +263,17 @@ def _joined(ranks: int) -> list[Any]:
     return groups
 
 
-def _seconds(groups: list[Any], kind: str, size: int) -> tuple[float, float]:
-    """Of one run: what the ranks take to compute and send, less what they take to compute; and how many times longer that is than on cores of their own."""
+def _seconds(groups: list[Any], kind: str, size: int, runs: int = RUNS, pieces: int = 1) -> tuple[float, float]:
+    """Of one run: what the ranks take to compute and send, less what they take to compute; and how many times longer that is than on cores of their own.
+
+    Args:
+        groups: of the ranks.
+        kind, size: what is sent, in bytes.
+        runs: how many, but of those that are begun at once.
+        pieces: of work that are done before each.
+    """
     ranks, at_once = len(groups), AT_ONCE.get(kind, 1)
-    runs = RUNS if at_once == 1 else 1
+    runs = runs if at_once == 1 else 1
     numbers = size // 4 // ranks * ranks  # of equal parts
     whole = [torch.ones(numbers) for _ in groups]
     parts = [torch.ones(numbers // ranks) for _ in groups]
@@ -238,13 +292,14 @@ def _seconds(groups: list[Any], kind: str, size: int) -> tuple[float, float]:
 
     def run(rank: int) -> None:
         for number in range(runs):
-            _compute()
+            for _ in range(pieces):
+                _compute()
             works = [sent(rank, number) for _ in range(at_once)]
             for work in works:
                 if work is not None:
                     work.wait()
 
-    computing, slowdown = _computing(ranks, runs)
+    computing, slowdown = _computing(ranks, runs * pieces)
     return (_together(ranks, run) - computing) / (runs * at_once), slowdown
 
 

@@ -31,6 +31,7 @@ FORMAT: Final = 30
 # Known calls that are timed once more beside new ones, and their seconds: what is shorter tells of Python, what is longer takes too long.
 BESIDE_SECONDS: Final = 1e-4, 3e-2
 MOST_BESIDE: Final = 8
+MOST_NOW: Final = 16  # calls whose seconds now tell how slow the computer is: what slows products does not slow what goes through memory as much
 FEWEST_BESIDE: Final = 3
 
 
@@ -115,7 +116,7 @@ class _KnownCosts:
             for key, each in self.long_of(calls, digests).items()
             if self._costs[digests[key]].slowdown <= BUSY
         }
-        self.long = _longest({**self.long, **quiet})
+        self.long = _longest({**self.long, **quiet}, MOST_BESIDE)
 
     def long_of(self, calls: Mapping[str, CallSpec], digests: Mapping[str, str]) -> dict[str, tuple[CallSpec, float]]:
         """Those of some calls, whose digests are given, that are long enough to be timed once more, and their seconds."""
@@ -128,9 +129,9 @@ class _KnownCosts:
         }
 
 
-def _longest(calls: Mapping[str, tuple[CallSpec, float]]) -> dict[str, tuple[CallSpec, float]]:
-    """Of some calls with their seconds."""
-    return dict(sorted(calls.items(), key=lambda item: -item[1][1])[:MOST_BESIDE])
+def _longest(calls: Mapping[str, tuple[CallSpec, float]], number: int) -> dict[str, tuple[CallSpec, float]]:
+    """So many of some calls with their seconds."""
+    return dict(sorted(calls.items(), key=lambda item: -item[1][1])[:number])
 
 
 # In the places of digests.
@@ -229,14 +230,13 @@ class CostTable:
         took the same (docs/design/log.md, 2026-11-30).
         """
         assert self._reference is not None, "of a CPU"
-        long, ratios = _longest(self._known.long_of(calls, digests)), []
+        long, now = _longest(self._known.long_of(calls, digests), MOST_NOW), dict[str, float]()
         if len(long) >= FEWEST_BESIDE:
             with forked_generators():
                 now = KernelTimer(self.device, calls).seconds_now({key: call for key, (call, _) in long.items()})
-            ratios = [seconds / long[key][1] for key, seconds in now.items()]
-        if len(ratios) < FEWEST_BESIDE or median(ratios) >= STALLED:
+        if len(now) < FEWEST_BESIDE or median(seconds / long[key][1] for key, seconds in now.items()) >= STALLED:
             return self._look(self._reference)
-        return median(ratios)
+        return sum(now.values()) / sum(long[key][1] for key in now)
 
     def _look(self, reference: ReferenceWork) -> float:
         """The slowdown of this computer by the reference work."""

@@ -208,6 +208,8 @@ def test_a_collective_in_which_all_ranks_meet_takes_longer_after_long_computing(
     taken = [here.seconds("all_gather", 10**6, computed) for computed in (0.0, 5e-3, 15e-3, 25e-3, 1.0)]
     assert taken == pytest.approx([2e-3, 2e-3, 3.5e-3, 5e-3, 5e-3])
     assert here.seconds("send", 10**6, 1.0) == pytest.approx(2e-3)
+    wavered = replace(here, fixed_after_long={"all_gather": 5e-4}, for_a_byte_after_long={"all_gather": 1e-9})
+    assert wavered.seconds("all_gather", 10**6, 1.0) == pytest.approx(2e-3)
     slower = here.where_work_takes(2.0)
     assert slower.seconds("all_gather", 10**6, 30e-3) == pytest.approx(
         7e-3

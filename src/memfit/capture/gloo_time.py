@@ -89,7 +89,8 @@ class GlooTime:
             return soon
         late = self.fixed_after_long[kind] + size * self.for_a_byte_after_long[kind]
         part = (computed - self.computing) / (self.computing_long - self.computing)
-        return soon + min(1.0, max(0.0, part)) * (late - soon)
+        # What is timed wavers, and after longer computing ranks have parted no less.
+        return soon + min(1.0, max(0.0, part)) * max(0.0, late - soon)
 
     def where_work_takes(self, longer: float) -> GlooTime:
         """Of the same computer when work takes so many times longer than when it is quiet: gloo's is that of a processor, too."""

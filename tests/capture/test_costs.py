@@ -528,6 +528,38 @@ def test_costs_are_as_long_as_the_longest_calls_take_now(
         assert [cost.seconds for cost in table.measure(which).values()] == pytest.approx([expected * 1e-3] * len(which))
 
 
+def test_how_slow_a_computer_is_is_told_by_what_the_longest_calls_take_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the median of few of them it was told a tenth too low: products are slowed less than what goes through memory."""
+    calls = captured_chain().calls
+    known = {key: (number + 2) * 1e-3 for number, key in enumerate(calls)}
+    factors = {key: 3.0 if number % 3 else 1.0 for number, key in enumerate(calls)}
+    monkeypatch.setattr(cost_table, "MOST_NOW", 5)
+    monkeypatch.setattr(timing.KernelTimer, "measure", lambda _, wanted, __: {key: Cost(known[key]) for key in wanted})
+    busy_for(monkeypatch, 1.0)
+    as_known(monkeypatch)
+    CostTable(CPU, tmp_path).measure(calls)
+    in_another_process(monkeypatch)
+    timed = []
+
+    def now(_: timing.KernelTimer, wanted: dict[str, Any]) -> dict[str, float]:
+        timed.extend(wanted)
+        return {key: factors[key] * known[key] for key in wanted}
+
+    monkeypatch.setattr(timing.KernelTimer, "seconds_now", now)
+    table = CostTable(CPU, tmp_path)
+    found = table.measure(calls)
+    longest = sorted(calls, key=lambda key: -known[key])[:5]
+    assert timed == longest
+    expected = sum(factors[key] * known[key] for key in longest) / sum(known[key] for key in longest)
+    assert 1.0 < expected < 3.0
+    assert table.slowdown == pytest.approx(expected)
+    assert {key: cost.seconds for key, cost in found.items()} == pytest.approx(
+        {key: expected * seconds for key, seconds in known.items()}
+    )
+
+
 def test_a_malloc_that_keeps_everything_has_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations that were timed there met no page faults, which they do elsewhere."""
     elsewhere = CostTable(CPU, tmp_path).path

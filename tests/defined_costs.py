@@ -65,9 +65,9 @@ def defined_costs() -> Iterator[None]:
         patch.setattr(cost_table, "host_time", host_time)
         patch.setattr(trace_source, "noting_seconds", lambda *_: 0.0)
         patch.setattr(trace_source, "COUNTED", 0.0)
-        patch.setattr(costs, "engine_time", ENGINES.where_work_takes)
-        patch.setattr(links_of_ranks, "engine_time", ENGINES.where_work_takes)
-        patch.setattr(gloo_time, "gloo_time", lambda _, slowdown: GLOO.where_work_takes(slowdown))
+        patch.setattr(costs, "engine_time", ENGINES.times)
+        patch.setattr(links_of_ranks, "engine_time", ENGINES.times)
+        patch.setattr(gloo_time, "gloo_time", lambda _, slowdown: GLOO.times(slowdown))
         patch.setattr(links, "measured_once", lambda *_: DISK)  # folders are still looked at
         patch.setattr(timing.KernelTimer, "measure", defined)
         patch.setattr(timing.KernelTimer, "seconds_now", lambda *_: {})  # the reference work tells, as below

@@ -107,12 +107,12 @@ class ByHand:
 HAND = {"by hand, no recomputation": False, "by hand, every block": True}
 
 
-def peaks(rank: int, plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each plan this rank's peak."""
+def peaks(rank: int, plans: Sequence[dict[str, Any]], size: str = "small") -> list[dict[str, Any]]:
+    """Of each plan, for the GPT of one size, this rank's peak."""
     del rank
     found: list[dict[str, Any]] = []
     for data in plans:
-        planned = Planned(data)
+        planned = Planned(data, size)
         planned.step()
         found.append({"peak_bytes": least_of(planned.peak)})
         planned.close()

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import measuring
 import torch.distributed as dist
-from sharding.arrangements import ByHand, Planned, adamw, clocked, gpt, least_of
+from sharding.arrangements import ByHand, Planned, adamw, clocked, gpt, least_of, peaks
 from sharding.others import OTHERS, EqualParameters
 
 # Where a process's memory happens to lie makes its step up to a tenth faster or slower, for as long as it runs: so ranks are started anew after so many rounds.
@@ -40,18 +40,6 @@ def peak(rank: int, name: str) -> int:
     """Of one of them."""
     del rank
     return _peak(_begun(name))
-
-
-def peaks(rank: int, name: str, plans: Mapping[str, dict[str, Any]]) -> dict[str, int]:
-    """Of a rival and of plans."""
-    del rank
-    found = {"rival": _peak(_begun(name))}  # before there is a plan's model, which would count as the rival's own
-    for which, plan in plans.items():
-        planned = Planned(plan, _size(name))
-        planned.step()
-        found[which] = least_of(planned.peak)
-        planned.close()
-    return found
 
 
 def in_turns(rank: int, name: str, plans: Mapping[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
@@ -105,7 +93,8 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
     for name, (way, _) in RIVALS.items():
         if only not in {"", name}:
             continue
-        budget = max(on_ranks(ranks, peak, name, limit=limit))
+        rival_bytes = on_ranks(ranks, peak, name, limit=limit)
+        budget = max(rival_bytes)
         # A rival that is a pipeline has its number of micro-batches; the others have one, and a plan as many as it likes.
         fixed = {"sharding": f"1f1b/{ranks}", "micro_batches": 2 * ranks} if way == "1f1b" else {"sharding": way}
         model, sample, loss_fn = gpt(_size(name))
@@ -118,7 +107,8 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
                 f"{which}, in the {budget} bytes of {name}: {plan.choices.sharding}, {plan.prediction.peak_bytes} bytes"
             )
         data = {which: plan.to_json() for which, plan in plans.items()}
-        measured = on_ranks(ranks, peaks, name, data, limit=limit)
+        # Of each rank, by plan.
+        measured = on_ranks(ranks, peaks, list(data.values()), _size(name), limit=limit)
         starts = [
             on_ranks(ranks, in_turns, name, data, ROUNDS_OF_A_START, limit=limit)
             for _ in range(max(1, rounds // ROUNDS_OF_A_START))
@@ -137,17 +127,17 @@ def rows(ranks: int, rounds: int, limit: float, tell: Callable[[str], None], onl
             "name": name,
             "rounds": len(last["rival"]),
             "starts": len(starts),
-            "rival_bytes": [t["rival"] for t in measured],
+            "rival_bytes": rival_bytes,
             "rival_seconds": statistics.median(sums["rival"]) / ranks,
             "rival_clock_seconds": statistics.median(last["rival"]),
         }
-        for which, plan in plans.items():
+        for (which, plan), each in zip(plans.items(), zip(*measured, strict=True), strict=True):
             low, middle, high = measuring.quartiles(a / b for a, b in zip(sums[which], sums["rival"], strict=True))
             by_clock = measuring.quartiles(a / b for a, b in zip(last[which], last["rival"], strict=True))
             row[which] = {
                 "way": plan.choices.sharding,
                 "predicted_bytes": [figures.peak_bytes for figures in plan.prediction.ranks],
-                "measured_bytes": [t[which] for t in measured],
+                "measured_bytes": [of_rank["peak_bytes"] for of_rank in each],
                 "micro_batches": plan.choices.micro_batches,
                 "time_ratio": middle,
                 "quartiles": [low, high],

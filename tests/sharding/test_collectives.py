@@ -210,7 +210,7 @@ def test_a_collective_in_which_all_ranks_meet_takes_longer_after_long_computing(
     assert here.seconds("send", 10**6, 1.0) == pytest.approx(2e-3)
     wavered = replace(here, fixed_after_long={"all_gather": 5e-4}, for_a_byte_after_long={"all_gather": 1e-9})
     assert wavered.seconds("all_gather", 10**6, 1.0) == pytest.approx(2e-3)
-    slower = here.where_work_takes(2.0)
+    slower = here.times(2.0)
     assert slower.seconds("all_gather", 10**6, 30e-3) == pytest.approx(
         7e-3
     )  # what ranks compute takes twice as long, too

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -43,13 +43,11 @@ class EngineTime:
         fixed: of each kind of collective that an engine begins, whatever is sent, with warm caches.
         for_a_parameter: of each kind, for each parameter in it, likewise.
         cold: how many times longer both take after a long kernel.
-        work: how many times longer than on a quiet computer work took meanwhile, as `CostTable.slowdown` tells.
     """
 
     fixed: Mapping[str, float]
     for_a_parameter: Mapping[str, float]
     cold: float = 1.0
-    work: float = 1.0
 
     def seconds(self, kind: str, parameters: int, emptied: float = 0.0) -> float:
         """Around one collective for so many parameters; none of a kind that was not measured.
@@ -61,13 +59,12 @@ class EngineTime:
         warm = self.fixed.get(kind, 0.0) + parameters * self.for_a_parameter.get(kind, 0.0)
         return warm * (1.0 + emptied * (self.cold - 1.0))
 
-    def where_work_takes(self, longer: float) -> EngineTime:
-        """Of the same computer when work takes so many times longer than when it is quiet."""
-        by = longer / self.work
+    def times(self, by: float) -> EngineTime:
+        """Of the same computer when all work takes so many times as long."""
         fixed, for_a_parameter = (
             {kind: by * seconds for kind, seconds in each.items()} for each in (self.fixed, self.for_a_parameter)
         )
-        return EngineTime(fixed, for_a_parameter, self.cold, longer)
+        return EngineTime(fixed, for_a_parameter, self.cold)
 
 
 @cache
@@ -78,8 +75,9 @@ def engine_time(slowdown: float) -> EngineTime:
         slowdown: how many times longer than on a quiet computer work takes by now (`CostTable.slowdown`).
     """
     identity = digest("engines", os.cpu_count(), torch.__version__, FORMAT)
-    known = measured_once(EngineTime, "collectives", identity, lambda: replace(_measured(), work=slowdown))
-    return known.where_work_takes(slowdown)
+    # Kept as on a quiet computer.
+    known = measured_once(EngineTime, "collectives", identity, lambda: _measured().times(1 / slowdown))
+    return known.times(slowdown)
 
 
 class _LongKernel(torch.autograd.Function):

@@ -47,7 +47,7 @@ LONGER: Final = 6  # times as much is hashed before these, a second time
 LONG_RUNS: Final = 4
 LOOKS: Final = 10  # at how busy the cores are
 LIMIT: Final = timedelta(seconds=30)
-FORMAT: Final = 6
+FORMAT: Final = 5
 BUSY: Final = 1.3  # times the clock's seconds that computing takes on cores that nobody else uses
 
 
@@ -61,7 +61,6 @@ class GlooTime:
         fixed_after_long, for_a_byte_after_long: the same where ranks have computed for longer before.
         computing, computing_long: seconds for which they have computed before each.
         slowdown: how many times longer than on cores of its own the computing in between took.
-        work: how many times longer than on a quiet computer work took meanwhile, as `CostTable.slowdown` tells.
     """
 
     fixed: Mapping[str, float]
@@ -71,7 +70,6 @@ class GlooTime:
     computing: float = 0.0
     computing_long: float = 1.0
     slowdown: float = 1.0
-    work: float = 1.0
 
     def seconds(self, kind: str, size: int, computed: float = 0.0) -> float | None:
         """Of one collective; None of a kind that was not run.
@@ -92,9 +90,8 @@ class GlooTime:
         # What is timed wavers, and after longer computing ranks have parted no less.
         return soon + min(1.0, max(0.0, part)) * max(0.0, late - soon)
 
-    def where_work_takes(self, longer: float) -> GlooTime:
-        """Of the same computer when work takes so many times longer than when it is quiet: gloo's is that of a processor, too."""
-        by = longer / self.work
+    def times(self, by: float) -> GlooTime:
+        """Of the same computer when all work takes so many times as long: gloo's is that of a processor, too."""
 
         def slower(seconds: Mapping[str, float]) -> dict[str, float]:
             return {kind: by * each for kind, each in seconds.items()}
@@ -107,7 +104,6 @@ class GlooTime:
             by * self.computing,
             by * self.computing_long,
             self.slowdown,
-            longer,
         )
 
 
@@ -128,12 +124,12 @@ def gloo_time(ranks: int, slowdown: float) -> GlooTime | None:
             GlooTime,
             "collectives",
             identity,
-            lambda: replace(_measured(ranks), work=slowdown),
+            lambda: _measured(ranks).times(1 / slowdown),  # as on a quiet computer
             worth_another=partial(_is_quieter, ranks),
         )
     except RuntimeError:
         return None
-    return known.where_work_takes(slowdown)
+    return known.times(slowdown)
 
 
 @cache

@@ -208,7 +208,7 @@ class TraceSource:
         network = self.network
         if network is None and self._table is not None and self.here.type == "cpu":
             network = Topology((self.machine,), processes=True)
-        if network is not None and network.processes:
+        if network is not None:
             network = replace(network, slowdown=self.slowdown)
         trace = with_costs(
             captured,

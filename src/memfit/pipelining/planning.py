@@ -288,7 +288,7 @@ class PipelinePlanning:
     @property
     def _network(self) -> Topology:
         """The devices, as slow as this computer is by now where they are its processes. After something was captured, which tells."""
-        return replace(self.topology, slowdown=self.source.slowdown) if self.topology.processes else self.topology
+        return replace(self.topology, slowdown=self.source.slowdown)
 
     def cut_as(self, made: Plan, budget_bytes: int, *, refines: bool = True) -> Plan:
         """A plan of this one in other bytes with the cut that it has: only what is run again in each stage is chosen anew, and nothing is captured.
